@@ -1,0 +1,34 @@
+"""nanodecoder: a decoder-only transformer in plain PyTorch, to read, run and change.
+
+    import nanodecoder as nd
+    model, tokenizer = nd.load_model(path), nd.Tokenizer.load(path)
+    print(nd.complete(model, tokenizer, ["Once upon a time"], max_new_tokens=50)[0].text)
+
+The files in reading order: config, rope, layers, cache, attention, model (the decoder itself); then families, checkpoint,
+tokenizer, sampler, generate.
+"""
+
+from .cache import KVCache
+from .checkpoint import load_model, save_model
+from .config import ModelConfig, RopeConfig
+from .families import CheckpointError
+from .generate import Completion, Stepper, complete, generate
+from .model import Decoder
+from .sampler import Sampler
+from .tokenizer import Tokenizer
+
+__all__ = [
+    "CheckpointError",
+    "Completion",
+    "Decoder",
+    "KVCache",
+    "ModelConfig",
+    "RopeConfig",
+    "Sampler",
+    "Stepper",
+    "Tokenizer",
+    "complete",
+    "generate",
+    "load_model",
+    "save_model",
+]

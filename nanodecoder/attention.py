@@ -1,0 +1,123 @@
+"""Grouped-query attention, and the one rule of who sees whom.
+
+    x (B, T, dim) ── q_proj ──> q (B, H,   T, D) ── norm, rotate ──┐
+                  ── k_proj ──> k (B, Hkv, T, D) ── norm, rotate ──┤ keys and values of earlier tokens come from the cache
+                  ── v_proj ──> v (B, Hkv, T, D) ──────────────────┤
+                                softmax(q kᵀ / √D) v (B, H, T, D) <┘ ── o_proj ──> (B, T, dim)
+
+H query heads share Hkv key/value heads: query head h looks at key/value head h // (H / Hkv) (arXiv 2305.13245). With Hkv = H
+this is multi-head attention, with Hkv = 1 multi-query attention.
+
+There are two ways to the same numbers: `explicit` writes the formula out and is the reference; `fused` calls
+`scaled_dot_product_attention`, which never holds the (T, S) table of scores where a kernel allows it.
+
+Legend: B rows, T new tokens, S keys looked at, H query heads, Hkv key/value heads, G = H / Hkv, D head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .cache import LayerCache, Placement
+from .config import ModelConfig
+from .layers import RMSNorm
+from .rope import rotate
+
+PATHS = ("fused", "explicit")
+
+
+def visible(query_positions: Tensor, key_positions: Tensor, window: int | None = None) -> Tensor:
+    """A query at position p sees keys at positions ≤ p, and > p − window where there is a window (it counts the query itself).
+
+    query_positions (B, T), key_positions (S,) -> (B, T, S) bool. Since slot s holds position s, this one rule serves prefill,
+    chunks, single steps and rows of different lengths; there is no padding mask.
+    """
+    queries = query_positions[:, :, None]
+    seen = key_positions <= queries
+    return seen if window is None else seen & (key_positions > queries - window)
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What the queries of one pass see, said as cheaply as it can be said.
+
+    `causal`: query t sees keys 0 … t, and there are as many keys as queries (the whole prompt at once).
+    Otherwise `mask`, (B or 1, 1, T, S) bool, or None where every query sees every key (a single new token per row).
+    """
+
+    mask: Tensor | None = None
+    causal: bool = False
+
+
+def sight(at: Placement, window: int | None, path: str) -> Sight:
+    """Say what `visible` says of this pass, by a short cut where that is the same. The explicit path takes no short cut."""
+    if path == "fused":
+        unwindowed = window is None or window >= at.extent
+        # A column that is not real comes after all real ones, so the triangle hides it from them.
+        if unwindowed and at.columns > 1 and at.extent == at.columns and max(at.starts) == 0:
+            return Sight(causal=True)
+        if unwindowed and at.columns == 1 and at.uniform:
+            return Sight()
+    queries = at.positions[:1] if at.uniform else at.positions  # rows alike need one mask
+    keys = torch.arange(at.extent, device=at.device)
+    return Sight(mask=visible(queries, keys, window)[:, None])
+
+
+def explicit_attention(q: Tensor, k: Tensor, v: Tensor, see: Sight, scale: float) -> Tensor:
+    """softmax(q kᵀ · scale) v, written out. q (B, H, T, D); k, v (B, Hkv, S, D) -> (B, H, T, D)"""
+    n_kv_heads = k.shape[1]
+    q = q.unflatten(1, (n_kv_heads, -1))  # (B, Hkv, G, T, D): query heads beside the key/value head they share
+    scores = q @ k[:, :, None].mT * scale  # (B, Hkv, G, T, S)
+    scores = scores.masked_fill(~see.mask[:, None], float("-inf"))
+    weights = scores.float().softmax(dim=-1).to(v.dtype)
+    return (weights @ v[:, :, None]).flatten(1, 2)
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, see: Sight, scale: float) -> Tensor:
+    """The same through torch's kernels. q (B, H, T, D); k, v (B, Hkv, S, D) -> (B, H, T, D)"""
+    n_heads, n_kv_heads, columns = q.shape[1], k.shape[1], q.shape[2]
+    if see.causal:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=n_heads != n_kv_heads)
+    # The G query heads of a group become G · T queries of their key/value head, so that no key is copied G times.
+    groups = n_heads // n_kv_heads
+    mask = None if see.mask is None else see.mask.repeat(1, 1, groups, 1)  # (B or 1, 1, G · T, S)
+    folded = q.reshape(q.shape[0], n_kv_heads, groups * columns, -1)
+    return F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale).view(q.shape)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention of one block. (B, T, dim) -> (B, T, dim)"""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
+        self.scale = config.head_dim**-0.5
+        self.q_proj = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=config.o_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(
+        self,
+        x: Tensor,
+        turn: tuple[Tensor, Tensor],
+        see: Sight,
+        cache: LayerCache | None = None,
+        path: str = "fused",
+    ) -> Tensor:
+        """x (B, T, dim); `turn` the cosines and sines of the positions; `see` who sees whom; `cache` this layer's slots."""
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (self.n_heads, self.head_dim))).transpose(1, 2)  # (B, H, T, D)
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (self.n_kv_heads, self.head_dim))).transpose(1, 2)  # (B, Hkv, T, D)
+        v = self.v_proj(x).unflatten(-1, (self.n_kv_heads, self.head_dim)).transpose(1, 2)  # (B, Hkv, T, D)
+        q, k = rotate(q, *turn), rotate(k, *turn)
+        if cache is not None:
+            k, v = cache.extend(k, v)  # (B, Hkv, S, D)
+        attend = fused_attention if path == "fused" else explicit_attention
+        out = attend(q, k, v, see, self.scale)  # (B, H, T, D)
+        return self.o_proj(out.transpose(1, 2).flatten(2))

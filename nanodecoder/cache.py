@@ -1,0 +1,240 @@
+"""What persists between forward passes: the keys and values of every layer, and how many tokens each row holds.
+
+Slot s of a row holds position s. That is all the bookkeeping there is: rows of different lengths need no padding, because a
+query at position p looks at slots up to p of its own row, and what lies beyond was never written or will be written again
+before anyone looks. The model never owns a cache; whoever generates makes one and hands it in.
+
+Legend: B rows, T new tokens, S cache slots, Hkv key/value heads, D head width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .config import ModelConfig
+
+BLOCK = 64  # slots zeroed at a time
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the T new tokens of each row go in one pass. Everything here is known on the host, so no device is waited for.
+
+    starts and counts (B,): row b's real tokens are the first counts[b] of the T columns; the first lies at position starts[b].
+    extent: how many slots the pass reads, enough for the longest row.
+    """
+
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    columns: int
+    extent: int
+    device: torch.device
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all rows start at one position and all their columns are real."""
+        return min(self.counts) == self.columns and min(self.starts) == max(self.starts)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """(B, T) int64. A column that is not real repeats its row's last real position, so that it stays inside every table."""
+        if self.uniform:
+            start = self.starts[0]
+            return torch.arange(start, start + self.columns, device=self.device).expand(len(self.starts), -1)
+        rows = [
+            [start + max(min(column, count - 1), 0) for column in range(self.columns)]
+            for start, count in zip(self.starts, self.counts, strict=True)
+        ]
+        return torch.tensor(rows, device=self.device)
+
+    @cached_property
+    def real(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Row, column and slot of each real token, three tensors of one length."""
+        triples = [
+            (row, column, start + column)
+            for row, (start, count) in enumerate(zip(self.starts, self.counts, strict=True))
+            for column in range(count)
+        ]
+        row, column, slot = torch.tensor(triples, device=self.device).reshape(-1, 3).unbind(1)
+        return row, column, slot
+
+
+class LayerCache:
+    """One layer's slots during one pass: writes the new keys and values, hands back all that the pass may look at."""
+
+    def __init__(self, keys: Tensor, values: Tensor, placement: Placement) -> None:
+        self.keys, self.values, self.placement = keys, values, placement  # (B, Hkv, S, D) both
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k, v (B, Hkv, T, D) -> keys, values (B, Hkv, extent, D). What is kept carries no gradient."""
+        at, k, v = self.placement, k.detach(), v.detach()
+        if at.uniform:
+            start, end = at.starts[0], at.starts[0] + at.columns
+            self.keys[:, :, start:end] = k
+            self.values[:, :, start:end] = v
+        else:
+            row, column, slot = at.real
+            self.keys[row, :, slot] = k[row, :, column]
+            self.values[row, :, slot] = v[row, :, column]
+        return self.keys[:, :, : at.extent], self.values[:, :, : at.extent]
+
+
+class KVCache:
+    """Preallocated keys and values for `batch_size` rows of up to `max_seq_len` tokens.
+
+    `keys` and `values` are (n_layers, B, Hkv, S, D). `dtype` must be the model's activations' dtype.
+    Raises ValueError when a size is below 1.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch_size: int,
+        max_seq_len: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if batch_size < 1 or max_seq_len < 1:
+            raise ValueError(f"a cache needs at least 1 row and 1 slot, not {batch_size} and {max_seq_len}")
+        self._allocate(config.n_layers, batch_size, config.n_kv_heads, max_seq_len, config.head_dim, device, dtype)
+        self._lengths = [0] * batch_size
+
+    def _allocate(self, *shape_and_place: object) -> None:
+        *shape, device, dtype = shape_and_place
+        # Not zeroed here: `_uncover` zeroes slots before they first come into view, and an untouched page costs no memory.
+        try:
+            with torch.inference_mode(False):  # ordinary tensors, usable in and out of inference mode
+                self.keys = torch.empty(shape, device=device, dtype=dtype)
+                self.values = torch.empty(shape, device=device, dtype=dtype)
+        except RuntimeError as error:  # torch's out-of-memory errors are of this kind, on every device
+            wanted = 2 * math.prod(shape) * dtype.itemsize
+            raise MemoryError(
+                f"a cache of {shape[1]} rows of {shape[3]} tokens needs {wanted / 2**20:,.0f} MiB, which could not be had on "
+                f"{device}: ask for fewer new tokens, a shorter prompt or fewer rows ({str(error).splitlines()[0]})"
+            ) from None
+        self._clean = 0
+
+    def __repr__(self) -> str:
+        return f"KVCache(lengths={self._lengths}, max_seq_len={self.max_seq_len}, {self.dtype}, {self.device})"
+
+    @property
+    def lengths(self) -> Tensor:
+        """(B,) int64 on the CPU, a copy: how many tokens each row holds."""
+        return torch.tensor(self._lengths)
+
+    @property
+    def batch_size(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def max_seq_len(self) -> int:
+        return self.keys.shape[3]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.keys.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys.device
+
+    def place(self, columns: int, counts: Sequence[int] | Tensor | None = None) -> Placement:
+        """Plan a pass of `columns` new tokens per row, of which the first counts[b] are real (all, if not given).
+
+        Raises ValueError when counts do not fit the batch, or when a row would outgrow its slots.
+        """
+        real = _counts(counts, self.batch_size, columns)
+        for row, (length, count) in enumerate(zip(self._lengths, real, strict=True)):
+            if length + count > self.max_seq_len:
+                raise ValueError(
+                    f"row {row} holds {length} tokens and {count} more do not fit the cache's {self.max_seq_len} slots: "
+                    f"make it larger, or resize({length + count})"
+                )
+        extent = max(1, max(length + count for length, count in zip(self._lengths, real, strict=True)))
+        self._uncover(extent)
+        return Placement(tuple(self._lengths), real, columns, extent, self.device)
+
+    def _uncover(self, extent: int) -> None:
+        """Zero slots, a block at a time, before a pass first reads that far.
+
+        A short row's unused slots are read along with a long row's used ones. Their attention weight is 0, but 0 × NaN is
+        NaN, and a huge key overflows before the mask reaches it: so what memory held before never comes into view.
+        """
+        if extent > self._clean:
+            end = min(self.max_seq_len, -(-extent // BLOCK) * BLOCK)
+            self.keys[:, :, :, self._clean : end] = 0
+            self.values[:, :, :, self._clean : end] = 0
+            self._clean = end
+
+    def layers(self, placement: Placement) -> list[LayerCache]:
+        """Each layer's view of the cache for one pass."""
+        pairs = zip(self.keys.unbind(0), self.values.unbind(0), strict=True)
+        return [LayerCache(keys, values, placement) for keys, values in pairs]
+
+    def advance(self, placement: Placement) -> None:
+        """Count the pass's tokens as held, once all layers have written them."""
+        self._lengths = [start + count for start, count in zip(placement.starts, placement.counts, strict=True)]
+
+    def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:
+        """Forget all but the first `lengths` tokens of every row (one number, or one per row).
+
+        Raises ValueError when a row holds fewer than that.
+        """
+        wanted = [lengths] * self.batch_size if isinstance(lengths, int) else [int(n) for n in lengths]
+        if len(wanted) != self.batch_size:
+            raise ValueError(f"{len(wanted)} lengths for {self.batch_size} rows")
+        for row, (length, keep) in enumerate(zip(self._lengths, wanted, strict=True)):
+            if not 0 <= keep <= length:
+                raise ValueError(f"row {row} holds {length} tokens and cannot be truncated to {keep}")
+        for row, (length, keep) in enumerate(zip(self._lengths, wanted, strict=True)):
+            # A row may be dropped because it produced NaN, which even a weight of 0 would let through.
+            self.keys[:, row, :, keep:length] = 0
+            self.values[:, row, :, keep:length] = 0
+        self._lengths = wanted
+
+    def select(self, rows: Sequence[int | None] | Tensor) -> None:
+        """Keep these rows, in this order. A row may be named more than once (several continuations of one prompt), and None
+        stands for a new, empty one."""
+        kept = [None if row is None else int(row) for row in rows]
+        if not kept or not all(row is None or 0 <= row < self.batch_size for row in kept):
+            raise ValueError(f"rows must be one or more of 0 to {self.batch_size - 1}, or None, not {kept}")
+        self._copy(kept, self.max_seq_len)
+
+    def resize(self, max_seq_len: int) -> None:
+        """Change how many slots each row has, keeping what it holds. Raises ValueError when that would lose tokens."""
+        if max_seq_len < max(1, *self._lengths):
+            raise ValueError(f"{max_seq_len} slots cannot keep the {max(self._lengths)} tokens that a row holds")
+        self._copy(list(range(self.batch_size)), max_seq_len)
+
+    def _copy(self, rows: Sequence[int | None], max_seq_len: int) -> None:
+        """Move the held tokens of these rows into new buffers."""
+        old_keys, old_values, old_lengths = self.keys, self.values, self._lengths
+        n_layers, _, n_kv_heads, _, head_dim = old_keys.shape
+        self._allocate(n_layers, len(rows), n_kv_heads, max_seq_len, head_dim, self.device, self.dtype)
+        self._lengths = [0 if row is None else old_lengths[row] for row in rows]
+        self._uncover(max(self._lengths))
+        for new, old in enumerate(rows):
+            held = self._lengths[new]
+            self.keys[:, new, :, :held] = old_keys[:, old or 0, :, :held]
+            self.values[:, new, :, :held] = old_values[:, old or 0, :, :held]
+
+
+def fresh(batch_size: int, columns: int, counts: Sequence[int] | Tensor | None, device: torch.device) -> Placement:
+    """The placement of a pass without a cache: every row starts at position 0 and sees only what it is given."""
+    real = _counts(counts, batch_size, columns)
+    return Placement((0,) * batch_size, real, columns, columns, device)
+
+
+def _counts(counts: Sequence[int] | Tensor | None, batch_size: int, columns: int) -> tuple[int, ...]:
+    if counts is None:
+        return (columns,) * batch_size
+    real = tuple(int(count) for count in counts)
+    if len(real) != batch_size or not all(0 <= count <= columns for count in real):
+        raise ValueError(f"counts must be {batch_size} numbers from 0 to {columns}, one per row, not {list(real)}")
+    return real

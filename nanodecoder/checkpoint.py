@@ -1,0 +1,469 @@
+"""A checkpoint folder in Hugging Face's layout, in and out: `load_model` and `save_model`.
+
+    DIR/config.json                     what the model is made of (read by `families.py`)
+    DIR/model.safetensors               the weights; or shards, and model.safetensors.index.json that says which tensor is where
+    DIR/generation_config.json          where a text ends and how to sample, optional
+    DIR/tokenizer.json, …               (read by `tokenizer.py`)
+
+Every tensor is used once and every parameter is set once, or loading fails and prints both lists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .config import GenerationConfig, ModelConfig
+from .families import CheckpointError, Family, Fields, find_family, write_config
+from .model import Decoder
+
+CONFIG, WEIGHTS, INDEX, GENERATION = (
+    "config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "generation_config.json",
+)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Tensors that some files hold and that say nothing a config does not say.
+HARMLESS_TENSORS = ("rotary_emb.inv_freq",)
+# Keys of generation_config.json that change no token here, and the values at which the others change none.
+HARMLESS_GENERATION = frozenset(
+    "temperature top_k top_p min_p bos_token_id eos_token_id pad_token_id decoder_start_token_id transformers_version "
+    "_from_model_config use_cache cache_implementation max_length max_new_tokens num_return_sequences early_stopping "
+    "length_penalty output_attentions output_hidden_states output_scores output_logits return_dict_in_generate "
+    "return_legacy_cache trust_remote_code disable_compile".split()
+)
+NEUTRAL_GENERATION = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "diversity_penalty": 0.0,
+    "encoder_repetition_penalty": 1.0,
+    "guidance_scale": 1.0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "renormalize_logits": False,
+    "remove_invalid_values": False,
+    "use_mrope": False,
+}
+
+
+class Saves(Protocol):
+    """What `save_model` asks of a tokenizer: its files, by name."""
+
+    def files(self) -> dict[str, bytes]: ...
+
+
+# ---------------------------------------------------------------------------------------------------------- reading JSON
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises CheckpointError when it is missing, unreadable, not an object, or names a key twice."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise CheckpointError(f"{path} has the key {twice!r} twice; remove one")
+        return found
+
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested beyond reason
+        raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not {type(raw).__name__}")
+    return raw
+
+
+# ------------------------------------------------------------------------------------------------------- finding weights
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor lies on disk."""
+
+    file: Path
+    dtype: str  # as safetensors spells it: F32, BF16, …
+    shape: tuple[int, ...]
+
+
+def find_folder(path: str | Path) -> tuple[Path, Path | None]:
+    """A checkpoint's folder, and the one weights file to read if `path` names one. Raises CheckpointError: what is there."""
+    path = Path(path)
+    if path.is_file():
+        if path.suffix != ".safetensors":
+            raise CheckpointError(
+                f"{path} is not a .safetensors file; give a checkpoint folder or such a file beside its {CONFIG}"
+            )
+        folder, file = path.parent, path
+    elif path.is_dir():
+        folder, file = path, None
+    else:
+        raise CheckpointError(
+            f"there is no folder or file {str(path)!r}; give the path of a checkpoint folder with a {CONFIG} in it"
+        )
+    if not (folder / CONFIG).is_file():
+        found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
+        raise CheckpointError(f"there is no {CONFIG} in {folder} (found: {found}); give the folder that has one")
+    return folder, file
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Tensor name -> shard, with every shard a plain file name that is there."""
+    where = folder / INDEX
+    if not where.is_file():
+        found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8])
+        raise CheckpointError(f"there is no {WEIGHTS} and no {INDEX} in {folder} (found: {found}); download the weights")
+    shard_of = Fields(read_json(where), str(where)).take("weight_map", dict)
+    if not shard_of:
+        raise CheckpointError(f"{where} names no tensors; download it again")
+    for name in dict.fromkeys(shard_of.values()):
+        if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name or "\\" in name:
+            raise CheckpointError(f"{where} names {name!r}, which is not a file of its own folder; refused")
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{where} names {name}, which is not in {folder}; download it")
+    return shard_of
+
+
+def stored_tensors(folder: Path, file: Path | None = None) -> dict[str, StoredTensor]:
+    """Every tensor of the checkpoint by name, from the headers alone; `file` is the only one to read, if given.
+
+    model.safetensors is read where it is, else the shards that the index names: it decides which holds what, and
+    a shard that it does not name is not looked at.
+    """
+    index: dict[str, str] = {}
+    if file is None and not (folder / WEIGHTS).is_file():
+        index = _read_index(folder)
+    files = sorted({folder / shard for shard in index.values()}) if index else [file or folder / WEIGHTS]
+    tensors = {
+        name: stored for path in files for name, stored in read_header(path).items() if index.get(name, path.name) == path.name
+    }
+    for name, shard in index.items():
+        if name not in tensors:
+            raise CheckpointError(f"{folder / INDEX} says that {name} is in {shard}, and it is not; download both again")
+    return tensors
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """A safetensors file's header, checked against the file's size before anything is believed.
+
+    The format: 8 bytes with the header's length, the header as JSON, then the tensors' bytes.
+    Raises CheckpointError for a truncated file, a git-lfs pointer, or a header that claims what is not there.
+    """
+    size = path.stat().st_size
+    again = "download it again (if it came by git: git lfs pull)"
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = int.from_bytes(start, "little")
+        if start == b"version ":  # a pointer file begins "version https://git-lfs…"
+            raise CheckpointError(f"{path} is {size} bytes of git-lfs pointer instead of weights: run git lfs pull")
+        if size < 8 or length > size - 8:
+            raise CheckpointError(
+                f"{path} has {size} bytes, and its header alone would need {8 + length if size >= 8 else 8}; {again}"
+            )
+        try:
+            header = json.loads(file.read(length))
+        except (ValueError, RecursionError):
+            raise CheckpointError(f"{path} has a header of {length} bytes that is not JSON; {again}") from None
+    tensors, end = {}, 0
+    try:
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            tensors[name] = StoredTensor(path, str(entry["dtype"]), tuple(int(n) for n in entry["shape"]))
+            end = max(end, int(entry["data_offsets"][1]))
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+        raise CheckpointError(f"{path} has a header that does not describe tensors; {again}") from None
+    if size != 8 + length + end:
+        raise CheckpointError(f"{path} has {size} bytes and its header describes {8 + length + end}; {again}")
+    return tensors
+
+
+class Reader:
+    """Opens each weights file once and hands out tensors by name, mapped from disk, not yet read."""
+
+    def __init__(self, tensors: dict[str, StoredTensor]) -> None:
+        self.tensors = tensors
+        self._open: dict[Path, Any] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        path = self.tensors[name].file
+        try:
+            if path not in self._open:
+                self._open[path] = safe_open(path, framework="pt")
+            return self._open[path].get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} cannot be read as safetensors ({error}); download it again") from None
+
+
+# --------------------------------------------------------------------------------------------------------------- loading
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str | None = None,
+) -> Decoder:
+    """Load a checkpoint folder (or one .safetensors file beside its config.json) as a Decoder in eval mode.
+
+    `dtype` is a torch dtype or its name; None gives float32, "auto" the checkpoint's own. Anything
+    worth knowing that does not prevent loading is a warning.
+    Raises CheckpointError in one sentence when the folder is not a checkpoint, asks for what we do not have, or does not
+    hold exactly the tensors that its config.json calls for.
+    """
+    folder, file = find_folder(path)
+    where = str(folder / CONFIG)
+    raw = read_json(folder / CONFIG)
+    family = find_family(raw, where)
+    config = family.read(raw, where)
+    tensors = stored_tensors(folder, file)
+    reader = Reader(tensors)
+
+    config = _settle_head(config, family, reader)
+    target = _choose_dtype(dtype, raw, where, tensors)
+    with torch.device("meta"):
+        model = Decoder(config)
+    source = _match(model, family, tensors, where)
+    state = {name: _fetch(reader[stored], device, target) for name, stored in source.items()}
+    if config.tied_head:
+        state["lm_head.weight"] = state["embed.weight"]
+    model.load_state_dict(state, strict=True, assign=True)
+    if config.tied_head:
+        model.lm_head.weight = model.embed.weight
+    model.generation = read_generation(folder, raw)
+    return model.eval()
+
+
+def _fetch(mapped: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    """Our own copy in the target dtype, so that nothing depends on the file after loading."""
+    return mapped.to(device=device, dtype=dtype, copy=True)
+
+
+def _settle_head(config: ModelConfig, family: Family, reader: Reader) -> ModelConfig:
+    """Whether the head is tied, from config.json and from what the file holds, as transformers 5.24 decides it.
+
+    A file with a head of its own, different from the embedding, is believed over the flag. One with a single one of the
+    two is used for both when they are tied.
+    """
+    embed, head = family.tensor_name("embed.weight"), family.tensor_name("lm_head.weight")
+    if not config.tied_head or embed not in reader.tensors or head not in reader.tensors:
+        return config
+    alike = reader.tensors[embed].shape == reader.tensors[head].shape and torch.equal(reader[embed], reader[head])
+    if alike:
+        return config
+    _warn(f"config.json ties the head to the embedding, but the file holds {head} with other values: the head is kept apart")
+    return dataclasses.replace(config, tied_head=False)
+
+
+def _warn(sentence: str) -> None:
+    warnings.warn(sentence, stacklevel=4)
+
+
+def _choose_dtype(
+    asked: torch.dtype | str | None, raw: dict[str, Any], where: str, tensors: dict[str, StoredTensor]
+) -> torch.dtype:
+    """The dtype to load in. "auto": what config.json says (`dtype`, before that `torch_dtype`), else what most tensors have."""
+    if asked is None:
+        return torch.float32
+    if isinstance(asked, torch.dtype):
+        asked = str(asked).removeprefix("torch.")
+    if asked != "auto":
+        if asked not in DTYPES:
+            raise ValueError(f"dtype {asked!r} is not one of auto, {', '.join(DTYPES)}")
+        return DTYPES[asked]
+    fields = Fields(raw, where)
+    named = fields.take("dtype", str, None) or fields.take("torch_dtype", str, None)
+    if named is None:
+        stored = [tensor.dtype for tensor in tensors.values()]
+        spelled = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+        named = spelled.get(max(set(stored), key=stored.count), "float32")
+    named = named.removeprefix("torch.")
+    if named not in DTYPES:
+        raise CheckpointError(f"{where} asks for dtype {named!r}; here it can be {', '.join(DTYPES)}: choose one with dtype=")
+    return DTYPES[named]
+
+
+def _match(model: Decoder, family: Family, tensors: dict[str, StoredTensor], where: str) -> dict[str, str]:
+    """Parameter -> tensor name, every parameter and every tensor accounted for, shapes checked; else CheckpointError."""
+    source = {name: family.tensor_name(name) for name, _ in model.named_parameters()}
+    expected = set(source.values())
+    if model.config.tied_head:
+        embed, head = source["embed.weight"], family.tensor_name("lm_head.weight")
+        expected |= {head}
+        if embed not in tensors and head in tensors:
+            source["embed.weight"] = head
+    missing = sorted(name for name in source.values() if name not in tensors)
+    unexpected = sorted(name for name in tensors if name not in expected and not name.endswith(HARMLESS_TENSORS))
+    if missing or unexpected:
+        raise CheckpointError(
+            f"the weights do not fit {where}: {_listed('missing', missing)}; {_listed('unexpected', unexpected)}"
+        )
+    for name, parameter in model.named_parameters():
+        stored = tensors[source[name]]
+        if stored.shape != tuple(parameter.shape):
+            raise CheckpointError(
+                f"{source[name]} in {stored.file.name} has shape {list(stored.shape)}, "
+                f"and {where} calls for {list(parameter.shape)}"
+            )
+        if stored.dtype not in ("F64", "F32", "F16", "BF16"):
+            raise CheckpointError(
+                f"{source[name]} in {stored.file.name} is {stored.dtype}: quantized checkpoints are not supported, "
+                "use one in BF16 or F32"
+            )
+    return source
+
+
+def _listed(what: str, names: list[str]) -> str:
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return f"{what} " + (", ".join(names[:6]) + more if names else "none")
+
+
+# ----------------------------------------------------------------------------------------- what it says of generating
+
+
+def read_generation(folder: Path, raw: dict[str, Any]) -> GenerationConfig:
+    """End ids from config.json, generation_config.json and the tokenizer together; how to sample, if the checkpoint samples."""
+    stated = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
+    said = Fields(stated, str(folder / GENERATION))
+    config = Fields(raw, str(folder / CONFIG))
+    ends = [*_ids(config, "eos_token_id"), *_ids(said, "eos_token_id"), *_tokenizer_ends(folder)]
+    bos = [*_ids(said, "bos_token_id"), *_ids(config, "bos_token_id")]
+    sampling: dict[str, Any] = {}
+    if said.take("do_sample", bool, False):
+        sampling = {
+            "temperature": said.take("temperature", float, 1.0),
+            "top_k": said.take("top_k", int, 0),
+            "top_p": said.take("top_p", float, 1.0),
+            "min_p": said.take("min_p", float, 0.0),
+        }
+    penalty = said.take("repetition_penalty", float, 1.0)
+    for key in said.unread():
+        if key not in HARMLESS_GENERATION and stated[key] != NEUTRAL_GENERATION.get(key):
+            _warn(f"{said.where} asks for {key!r}: {stated[key]!r}, which is not supported and ignored")
+    return GenerationConfig(bos[0] if bos else None, tuple(dict.fromkeys(ends)), **sampling, repetition_penalty=penalty)
+
+
+def _ids(fields: Fields, key: str) -> list[int]:
+    """An id, a list of ids, or nothing."""
+    value = fields.raw.get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for index in ids:
+        if not isinstance(index, int) or isinstance(index, bool) or index < 0:
+            raise CheckpointError(f"{fields.where}: {key!r} must be an id or a list of ids, not {value!r}")
+    return ids
+
+
+def _tokenizer_ends(folder: Path) -> list[int]:
+    """The id of the tokenizer's own end token, read from its JSON files, so that a model alone knows where to stop."""
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return []
+    raw = read_json(path)
+    content = token_text(raw.get("eos_token"))
+    if content is None:
+        return []
+    added = raw.get("added_tokens_decoder")
+    if isinstance(added, dict):
+        return [int(index) for index, token in added.items() if token_text(token) == content and index.isdecimal()]
+    if not (folder / "tokenizer.json").is_file():
+        return []
+    tokens = read_json(folder / "tokenizer.json").get("added_tokens")
+    return [token["id"] for token in tokens or [] if token_text(token) == content and isinstance(token.get("id"), int)]
+
+
+def token_text(token: Any) -> str | None:
+    """A special token as tokenizer_config.json spells it: a string, an object with `content`, or null."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+# ---------------------------------------------------------------------------------------------------------------- saving
+
+
+def save_model(path: str | os.PathLike[str], model: Decoder, tokenizer: Saves | None = None) -> None:
+    """Write a checkpoint folder that transformers reads: config.json, model.safetensors, generation_config.json, tokenizer.
+
+    Every file is written under a temporary name, flushed to disk and renamed, so that what was there stays whole until
+    the new one is. Raises CheckpointError when the folder cannot be written or no dialect can say the model.
+    """
+    folder = Path(path)
+    family, raw = write_config(model.config)
+    raw |= {"dtype": str(model.dtype).removeprefix("torch."), **_end_keys(model.generation)}
+    tensors = {family.tensor_name(name): parameter.detach().cpu().contiguous() for name, parameter in model.named_parameters()}
+    files: dict[str, Callable[[Path], Any]] = {
+        WEIGHTS: lambda part: save_file(tensors, part, metadata={"format": "pt"}),
+        CONFIG: lambda part: part.write_text(_pretty(raw), encoding="utf-8"),
+        GENERATION: lambda part: part.write_text(_pretty(_write_generation(model.generation)), encoding="utf-8"),
+    }
+    for name, content in (tokenizer.files() if tokenizer is not None else {}).items():
+        files[name] = lambda part, content=content: part.write_bytes(content)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _renamed_together(folder, files) as parts:
+            for name, write in files.items():
+                write(parts[name])
+        (folder / INDEX).unlink(missing_ok=True)  # of a sharded checkpoint that lay here: it no longer says what is where
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write the checkpoint to {folder}: {error}") from None
+
+
+def _pretty(raw: dict[str, Any]) -> str:
+    return json.dumps(raw, indent=2, ensure_ascii=False) + "\n"
+
+
+def _end_keys(generation: GenerationConfig) -> dict[str, Any]:
+    ends = list(generation.eos_ids)
+    return {"bos_token_id": generation.bos_id, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+
+
+def _write_generation(generation: GenerationConfig) -> dict[str, Any]:
+    """generation_config.json, with only what differs from transformers' own defaults."""
+    raw = _end_keys(generation)
+    if generation.temperature > 0:
+        raw |= {"do_sample": True, "temperature": generation.temperature, "top_k": generation.top_k}
+        raw |= {"top_p": generation.top_p}
+        raw |= {"min_p": generation.min_p} if generation.min_p else {}
+    if generation.repetition_penalty != 1.0:
+        raw["repetition_penalty"] = generation.repetition_penalty
+    return raw
+
+
+@contextmanager
+def _renamed_together(folder: Path, names: Iterable[str]) -> Iterator[dict[str, Path]]:
+    """Temporary paths, one per name: all flushed and renamed to their names if the body succeeds, all removed if not."""
+    parts = {name: folder / f".{name}.{os.getpid()}.part" for name in names}
+    try:
+        yield parts
+        for part in parts.values():
+            with part.open("rb+") as file:
+                os.fsync(file.fileno())
+        for name, part in parts.items():
+            part.replace(folder / name)
+        directory = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(directory)  # the renames themselves
+        finally:
+            os.close(directory)
+    finally:
+        for part in parts.values():
+            part.unlink(missing_ok=True)

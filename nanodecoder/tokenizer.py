@@ -1,0 +1,193 @@
+"""Text to ids and back, by a checkpoint's own tokenizer.json (read by the `tokenizers` library).
+
+Decoding goes through bytes: each id stands for some bytes, and what they spell together is the text. So a stream can hold
+back the bytes of an unfinished character, and `decode` is nothing but a stream run to its end.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tokenizers
+
+from .checkpoint import find_folder, read_json, token_text
+from .families import CheckpointError
+
+TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+KEPT = (SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer. `bos_id` is the id that starts a text, or None; `eos_ids` those of its end token."""
+
+    def __init__(
+        self, core: tokenizers.Tokenizer, settings: dict[str, Any] | None = None, kept: dict[str, bytes] | None = None
+    ) -> None:
+        self._core = core
+        self._kept = kept or {}
+        settings = settings or {}
+        description = json.loads(core.to_str())
+        self._special_ids = {token["id"] for token in description.get("added_tokens") or [] if token["special"]}
+        self._decoders = _decoder_kinds(description.get("decoder"))
+        self._bytes: dict[int, bytes] = {}
+
+        by_template = core.encode("", add_special_tokens=True).ids
+        self.bos_id: int | None = by_template[0] if by_template else None
+        if "bos_token" in settings:  # null there means none, whatever config.json says of ids
+            self.bos_id = self._id_of(settings["bos_token"])
+        end = self._id_of(settings.get("eos_token"))
+        self.eos_ids: tuple[int, ...] = () if end is None else (end,)
+
+        # A stated flag overrules the template inside tokenizer.json, as in transformers.
+        self._stated = "add_bos_token" in settings or "add_eos_token" in settings
+        self._before = [self.bos_id] if settings.get("add_bos_token") and self.bos_id is not None else []
+        self._after = list(self.eos_ids) if settings.get("add_eos_token") else []
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Tokenizer:
+        """From a checkpoint folder. Raises CheckpointError when it has no usable tokenizer.json."""
+        folder, _ = find_folder(path)
+        file = folder / TOKENIZER
+        if not file.is_file():
+            raise CheckpointError(f"there is no {TOKENIZER} in {folder}; download it, or give ids instead of text")
+        try:
+            core = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"{file} is not a tokenizer that can be read ({error}); download it again") from None
+        settings = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
+        kept = {name: (folder / name).read_bytes() for name in KEPT if (folder / name).is_file()}
+        return cls(core, settings, kept)
+
+    def files(self) -> dict[str, bytes]:
+        """What a checkpoint folder keeps of this tokenizer: file name -> content."""
+        return {TOKENIZER: self._core.to_str(pretty=True).encode(), **self._kept}
+
+    @property
+    def vocab_size(self) -> int:
+        """How many pieces there are; a model may have more rows of logits."""
+        return self._core.get_vocab_size()
+
+    # ---- encoding
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """The ids of a text, with BOS (and EOS) where the checkpoint's own rules put them, BOS never twice.
+
+        Special tokens that stand in the text stay text, unless `special` is true: a user who types "</s>" has typed four
+        characters.
+        """
+        self._core.encode_special_tokens = not special
+        ids = self._core.encode(text, add_special_tokens=not self._stated).ids
+        ids = [*self._before, *ids, *self._after]
+        if self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]:
+            del ids[0]  # the text, a rendered chat template for instance, had brought its own
+        return ids
+
+    def _id_of(self, token: Any) -> int | None:
+        content = token_text(token)
+        return None if content is None else self._core.token_to_id(content)
+
+    # ---- decoding
+
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        """The text of ids. Special tokens are left out unless `special`; bytes that are no character become "�".
+
+        decode(encode(text)) == text wherever the tokenizer itself loses nothing. (Some do: they normalize characters, fold
+        spaces, or have no piece for a character.) Spaces are never tidied.
+        """
+        stream = self.stream(special=special)
+        return "".join([*map(stream.push, ids), stream.finish()])
+
+    def stream(self, after: Sequence[int] = (), special: bool = False) -> Stream:
+        """A decoder for ids that arrive one by one, continuing the ids of `after`, whose text it does not repeat."""
+        stream = Stream(self, special)
+        for index in after:
+            stream.push(index)
+        return stream
+
+    def token_bytes(self, index: int, first: bool = False) -> bytes:
+        """The bytes that one id stands for; `first` where it opens a text, which for some tokenizers drops a space.
+
+        An id beyond the vocabulary stands for nothing.
+        """
+        if first:
+            return self._find_bytes(index, first=True)
+        if index not in self._bytes:
+            self._bytes[index] = self._find_bytes(index, first=False)
+        return self._bytes[index]
+
+    def is_special(self, index: int) -> bool:
+        """Whether an id is a mark such as BOS and not part of the text."""
+        return index in self._special_ids
+
+    def _find_bytes(self, index: int, first: bool) -> bytes:
+        piece = self._core.id_to_token(index) if index >= 0 else None
+        if piece is None:
+            return b""
+        if index in self._special_ids:
+            return piece.encode()
+        if "ByteLevel" in self._decoders:
+            if all(character in BYTE_OF for character in piece):
+                return bytes(BYTE_OF[character] for character in piece)
+            return piece.encode()
+        if "ByteFallback" in self._decoders and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            byte = bytes.fromhex(piece[3:5])
+            return b"" if first and self._decode([index]) == "" else byte
+        if first:
+            return self._decode([index]).encode()
+        # What this piece adds after another one: some decoders treat the first piece differently.
+        probe = self._probe()
+        return self._decode([probe, index])[len(self._decode([probe])) :].encode()
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._core.decode(ids, skip_special_tokens=False)
+
+    def _probe(self) -> int:
+        """Some id whose text is one plain letter."""
+        for letter in "aeiotnsrx":
+            for piece in (letter, "▁" + letter):
+                index = self._core.token_to_id(piece)
+                if index is not None:
+                    return index
+        return next(index for index in range(self.vocab_size) if self._decode([index]).strip().isalnum())
+
+
+class Stream:
+    """Turns ids into text as they come, and never shows half a character. Made by `Tokenizer.stream`."""
+
+    def __init__(self, tokenizer: Tokenizer, special: bool) -> None:
+        self._tokenizer, self._special = tokenizer, special
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._first = True
+
+    def push(self, index: int) -> str:
+        """The text that this id completes, possibly none."""
+        if self._tokenizer.is_special(index) and not self._special:
+            return ""
+        text = self._characters.decode(self._tokenizer.token_bytes(index, self._first))
+        self._first = False
+        return text
+
+    def finish(self) -> str:
+        """What is left: bytes that no character was made of, as "�"."""
+        return self._characters.decode(b"", final=True)
+
+
+def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:
+    """The types of decoder that tokenizer.json chains."""
+    if decoder is None:
+        return set()
+    return {decoder["type"]}.union(*(_decoder_kinds(inner) for inner in decoder.get("decoders", ())))
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's stand-ins for bytes: printable ones stand for themselves, the others are counted from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_alphabet()
