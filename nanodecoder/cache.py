@@ -61,7 +61,7 @@ class Placement:
             for row, (start, count) in enumerate(zip(self.starts, self.counts, strict=True))
             for column in range(count)
         ]
-        row, column, slot = torch.tensor(triples, device=self.device).reshape(-1, 3).unbind(1)
+        row, column, slot = torch.tensor(triples, dtype=torch.int64, device=self.device).reshape(-1, 3).unbind(1)
         return row, column, slot
 
 

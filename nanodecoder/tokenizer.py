@@ -42,10 +42,11 @@ class Tokenizer:
         end = self._id_of(settings.get("eos_token"))
         self.eos_ids: tuple[int, ...] = () if end is None else (end,)
 
-        # A stated flag overrules the template inside tokenizer.json, as in transformers.
-        self._stated = "add_bos_token" in settings or "add_eos_token" in settings
-        self._before = [self.bos_id] if settings.get("add_bos_token") and self.bos_id is not None else []
-        self._after = list(self.eos_ids) if settings.get("add_eos_token") else []
+        # The template inside tokenizer.json says where BOS and EOS go, and overrules the flags beside it, as in transformers
+        # 5; where there is no template, the flags are all that the checkpoint says.
+        by_flags = description.get("post_processor") is None
+        self._before = [self.bos_id] if by_flags and settings.get("add_bos_token") and self.bos_id is not None else []
+        self._after = list(self.eos_ids) if by_flags and settings.get("add_eos_token") else []
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Tokenizer:
@@ -80,8 +81,7 @@ class Tokenizer:
         characters.
         """
         self._core.encode_special_tokens = not special
-        ids = self._core.encode(text, add_special_tokens=not self._stated).ids
-        ids = [*self._before, *ids, *self._after]
+        ids = [*self._before, *self._core.encode(text, add_special_tokens=True).ids, *self._after]
         if self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]:
             del ids[0]  # the text, a rendered chat template for instance, had brought its own
         return ids

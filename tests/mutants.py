@@ -1,0 +1,175 @@
+"""Plant known mistakes in a copy of the code, one by one, and require that a test fails for each.
+
+    python tests/mutants.py              all of them (some minutes)
+    python tests/mutants.py rope eps     those whose name holds one of these words
+    python tests/mutants.py --list
+
+The mistakes are such as real programs had. Each names the tests that must notice; needs no transformers.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Replace `old`, which must stand exactly once in `file`, by `new`; the tests in `noticed_by` must then fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    noticed_by: str
+
+
+MUTANTS = [
+    # ---- rope
+    Mutant(
+        "interleaved rotation on half-split weights",
+        "rope",
+        "first, second = x.chunk(2, dim=-1)\n    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)",
+        "first, second = x[..., ::2], x[..., 1::2]\n"
+        "    return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)",
+        "test_rope test_fixtures",
+    ),
+    Mutant("turned the other way", "rope", "first * cos - second * sin, second * cos + first * sin", "first * cos + second * sin, second * cos - first * sin", "test_rope"),
+    Mutant("theta ignored", "rope", "1.0 / (rope.theta**exponents)", "1.0 / (10000.0**exponents)", "test_rope test_fixtures"),
+    Mutant("llama3 stretch ignored", "rope", 'elif rope.kind == "llama3":', 'elif rope.kind == "never":', "test_rope test_fixtures"),
+    Mutant("linear stretch ignored", "rope", "inverse = inverse / rope.factor", "pass", "test_rope"),
+    Mutant("positions rounded to the model's dtype", "rope", "positions[:, None, :, None].float()", "positions[:, None, :, None].to(dtype).float()", "test_rope"),
+    # ---- layers
+    Mutant("eps ignored", "layers", "wide.square().mean(-1, keepdim=True) + self.eps", "wide.square().mean(-1, keepdim=True) + 1e-6", "test_layers"),
+    Mutant("norm weight ignored", "layers", "return wide.to(x.dtype) * self.weight", "return wide.to(x.dtype)", "test_layers test_fixtures"),
+    Mutant("mean square in half precision", "layers", "wide = x.float()", "wide = x", "test_layers"),
+    Mutant("gate and up swapped", "layers", "F.silu(self.gate_proj(x)) * self.up_proj(x)", "F.silu(self.up_proj(x)) * self.gate_proj(x)", "test_layers test_fixtures"),
+    # ---- attention
+    Mutant("a query does not see itself", "attention", "seen = key_positions <= queries", "seen = key_positions < queries", "test_attention"),
+    Mutant("window off by one", "attention", "key_positions > queries - window", "key_positions >= queries - window", "test_attention test_fixtures"),
+    Mutant("window ignored", "attention", "return seen if window is None else seen &", "return seen if True else seen &", "test_attention test_fixtures"),
+    Mutant("triangle aligned to the first key", "attention", "at.extent == at.columns and max(at.starts) == 0", "True", "test_model test_attention"),
+    Mutant("triangle inside a chunk forgotten", "attention", "if unwindowed and at.columns == 1 and at.uniform:", "if unwindowed and at.uniform:", "test_model test_attention"),
+    Mutant("short rows see long rows' slots", "attention", "at.columns == 1 and at.uniform", "at.columns == 1", "test_model test_generate"),
+    Mutant("key/value heads tiled, not repeated (explicit)", "attention", "q = q.unflatten(1, (n_kv_heads, -1))  #", "q = q.unflatten(1, (-1, n_kv_heads)).transpose(1, 2)  #", "test_attention"),
+    Mutant("scale forgotten", "attention", "self.scale = config.head_dim**-0.5", "self.scale = 1.0", "test_fixtures"),
+    Mutant("scale of the stream's width", "attention", "self.scale = config.head_dim**-0.5", "self.scale = (config.dim // config.n_heads) ** -0.5", "test_fixtures"),
+    Mutant("query norm skipped", "attention", "q = self.q_norm(self.q_proj(x).unflatten(-1, (self.n_heads, self.head_dim)))", "q = (self.q_proj(x).unflatten(-1, (self.n_heads, self.head_dim)))", "test_fixtures"),
+    Mutant("values turned too", "attention", "q, k = rotate(q, *turn), rotate(k, *turn)", "q, k, v = rotate(q, *turn), rotate(k, *turn), rotate(v, *turn)", "test_fixtures"),
+    Mutant("biases dropped", "attention", "self.k_proj = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=config.qkv_bias)", "self.k_proj = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)", "test_fixtures"),
+    # ---- model
+    Mutant("final norm forgotten", "model", "return self.norm(x)", "return x", "test_fixtures"),
+    Mutant("layers share one window", "model", "sights[window], layer", "sights[config.windows[0]], layer", "test_fixtures"),
+    Mutant("residual around the feed-forward dropped", "model", "x = x + self.ffn(self.ffn_norm(x))", "x = self.ffn(self.ffn_norm(x))", "test_fixtures"),
+    # ---- cache
+    Mutant("positions restart with a cache", "cache", "return torch.arange(start, start + self.columns, device=self.device)", "return torch.arange(0, self.columns, device=self.device)", "test_cache test_model"),
+    Mutant("all rows start where the first does", "cache", "row, column, start + column)", "row, column, self.starts[0] + column)", "test_model"),
+    Mutant("padding counted as held", "cache", "self._lengths = [start + count for start, count in zip(placement.starts, placement.counts, strict=True)]", "self._lengths = [start + placement.columns for start in placement.starts]", "test_cache test_model"),
+    Mutant("memory not zeroed", "cache", "if extent > self._clean:", "if False:", "test_cache"),
+    Mutant("truncated slots keep NaN", "cache", "self.keys[:, row, :, keep:length] = 0", "pass", "test_cache"),
+    Mutant("selected rows lose their values", "cache", "self.values[:, new, :, :held] = old_values", "self.keys[:, new, :, :held] = old_keys", "test_cache test_generate"),
+    # ---- families and checkpoint
+    Mutant("window in force without use_sliding_window", "families", 'window if in_force and kind == "sliding_attention"', 'window if kind == "sliding_attention"', "test_families"),
+    Mutant("max_window_layers inverted", "families", "in_force and i >= first", "in_force and i < first", "test_families test_fixtures"),
+    Mutant("head_dim always derived", "families", 'return {"head_dim": fields.take("head_dim", int, None)}', 'fields.take("head_dim", int, None)\n        return {"head_dim": None}', "test_families test_fixtures"),
+    Mutant("unknown options ignored", "families", "if asked:\n", "if False:\n", "test_families"),
+    Mutant("theta inside rope_parameters ignored", "families", '"theta": scaling.take("rope_theta", float, theta)', '"theta": (scaling.take("rope_theta", float, theta), theta)[1]', "test_families test_fixtures"),
+    Mutant("unexpected tensors dropped", "checkpoint", "if missing or unexpected:", "if missing:", "test_checkpoint"),
+    Mutant("shapes not checked", "checkpoint", "if stored.shape != tuple(parameter.shape):", "if False:", "test_checkpoint"),
+    Mutant("another head tied all the same", "checkpoint", "    if alike:\n        return config\n", "    return config\n", "test_checkpoint"),
+    Mutant("file size not checked", "checkpoint", "if size != 8 + length + end:", "if False:", "test_checkpoint"),
+    Mutant("index may leave its folder", "checkpoint", 'Path(name).name != name', 'False', "test_checkpoint"),
+    Mutant("generation_config replaces the tokenizer's end", "checkpoint", '*_ids(said, "eos_token_id"), *_tokenizer_ends(folder)]', '*_ids(said, "eos_token_id")]', "test_checkpoint"),
+    Mutant("not flushed before the rename", "checkpoint", "os.fsync(file.fileno())", "pass", "test_checkpoint"),
+    Mutant("written in place", "checkpoint", 'folder / f".{name}.{os.getpid()}.part"', "folder / name", "test_checkpoint"),
+    Mutant("memory shared with the file", "checkpoint", "return mapped.to(device=device, dtype=dtype, copy=True)", "return mapped.to(device=device, dtype=dtype)", "test_checkpoint"),
+    # ---- tokenizer
+    Mutant("BOS twice", "tokenizer", "if self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]:", "if False:", "test_tokenizer"),
+    Mutant("typed special tokens obeyed", "tokenizer", "self._core.encode_special_tokens = not special", "self._core.encode_special_tokens = False", "test_tokenizer"),
+    Mutant("half characters shown", "tokenizer", 'codecs.getincrementaldecoder("utf-8")("replace")', 'type("Hasty", (), {"decode": lambda self, b, final=False: b.decode("utf-8", "replace")})()', "test_tokenizer"),
+    Mutant("unfinished bytes swallowed", "tokenizer", 'return self._characters.decode(b"", final=True)', 'return ""', "test_tokenizer"),
+    # ---- sampler
+    Mutant("crossing token dropped", "sampler", "dropped[:, -1] = False", "dropped[:, :-1] = dropped[:, 1:].clone() | dropped[:, :-1]\n    dropped[:, -1] = False", "test_sampler"),
+    Mutant("nothing left for a tiny p", "sampler", "dropped[:, -1] = False", "pass", "test_sampler"),
+    Mutant("ids not mapped back after the sort", "sampler", "dropped.scatter(-1, ids, dropped)", "dropped", "test_sampler"),
+    Mutant("temperature after truncation", "sampler", "logits - best) / temperature", "logits - best) / 1.0", "test_sampler"),
+    Mutant("top-k drops ties", "sampler", "logits < kth", "logits <= kth", "test_sampler"),
+    Mutant("penalty raises negative logits", "sampler", "torch.where(found > 0, found / penalty, found * penalty)", "found / penalty", "test_sampler"),
+    Mutant("noise without the position", "sampler", "position * golden & wide", "0 & wide", "test_sampler"),
+    Mutant("noise by row, not by seed", "sampler", "for seed, position in zip(seeds, positions, strict=True)]", "for seed, position in zip(range(len(seeds)), positions, strict=True)]", "test_sampler test_generate"),
+    Mutant("noise in exponential scale", "sampler", "return -torch.log(-torch.log1p(-uniform))", "return -torch.log1p(-uniform)", "test_sampler"),
+    Mutant("non-finite logits pass", "sampler", "if not best.isfinite().all():", "if False:", "test_sampler test_generate"),
+    # ---- generate
+    Mutant("last column for every row", "generate", "torch.tensor(counts, device=x.device) - 1]", "torch.full((len(x),), x.shape[1] - 1)]", "test_generate"),
+    Mutant("one token too few before the context's end", "generate", "room = config.max_seq_len - len(prompt) + 1", "room = config.max_seq_len - len(prompt)", "test_generate"),
+    Mutant("end id kept in the text", "generate", 'if reason != "eos":', "if True:", "test_generate"),
+    Mutant("ended rows stay", "generate", "if len(kept) == len(self._rows):\n            return\n        self._rows", "if kept:\n            return\n        self._rows", "test_generate"),
+    Mutant("log-probabilities after temperature", "generate", "logits.float().log_softmax(-1)", "(logits.float() / 0.5).log_softmax(-1)", "test_generate"),
+    Mutant("training mode stays", "generate", "model.eval()\n    try", "pass\n    try", "test_generate"),
+    Mutant("seeds shared by all rows", "generate", "seeds=[row.seed for row in rows]", "seeds=[rows[0].seed for row in rows]", "test_generate"),
+]  # fmt: skip
+
+
+def notices(mutant: Mutant, project: Path) -> tuple[bool, str]:
+    """Whether the tests of a copy of the project fail with the mistake in it, and which failed first."""
+    path = project / "nanodecoder" / f"{mutant.file}.py"
+    source = path.read_text()
+    path.write_text(source.replace(mutant.old, mutant.new))
+    files = [f"tests/{name}.py" for name in mutant.noticed_by.split()]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", *files]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    path.write_text(source)
+    first = next((line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))), done.stdout[-100:])
+    # 1 is pytest's word for failed tests; an error means that the mutant did not even import
+    return done.returncode == 1 and first.startswith("FAILED"), first
+
+
+def main(words: list[str]) -> int:
+    """Run the chosen mutants, as many at a time as there are processors; -> how many went unnoticed."""
+    chosen = [mutant for mutant in MUTANTS if not words or any(word in f"{mutant.file} {mutant.name}" for word in words)]
+    for mutant in chosen:
+        found = (ROOT / "nanodecoder" / f"{mutant.file}.py").read_text().count(mutant.old)
+        if found != 1:
+            sys.exit(f"{mutant.name}: {mutant.old!r} stands {found} times in {mutant.file}.py, not once")
+    unnoticed = []
+    workers = os.cpu_count() or 1
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(workers) as pool:
+        copies: queue.Queue[Path] = queue.Queue()
+        for worker in range(workers):
+            copies.put(Path(scratch) / f"{worker}")
+            ignored = shutil.ignore_patterns(".git", "__pycache__", ".ci", ".hypothesis", "*_cache")
+            shutil.copytree(ROOT, Path(scratch) / f"{worker}", ignore=ignored)
+
+        def run(mutant: Mutant) -> tuple[Mutant, bool, str]:
+            copy = copies.get()
+            try:
+                return mutant, *notices(mutant, copy)
+            finally:
+                copies.put(copy)
+
+        for number, (mutant, noticed, first) in enumerate(pool.map(run, chosen), 1):
+            if not noticed:
+                unnoticed.append(mutant.name)
+            print(
+                f"{number:3}/{len(chosen)} {'noticed  ' if noticed else 'UNNOTICED'} {mutant.name}: {first[:100]}", flush=True
+            )
+    print(
+        f"{len(chosen) - len(unnoticed)} of {len(chosen)} mistakes noticed" + "".join(f"\n  not: {name}" for name in unnoticed)
+    )
+    return len(unnoticed)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--list"]:
+        print("\n".join(f"{mutant.file}: {mutant.name}" for mutant in MUTANTS))
+    else:
+        sys.exit(min(1, main(sys.argv[1:])))

@@ -1,0 +1,118 @@
+"""attention.py: the rule of who sees whom, and two paths to the same numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import attention_options
+from tiny import redraw, tiny_config, tiny_model
+
+from nanodecoder.attention import Attention, Sight, explicit_attention, fused_attention, sight, visible
+from nanodecoder.cache import Placement, fresh
+
+BOTH = pytest.mark.parametrize("attend", [explicit_attention, fused_attention])
+CPU = torch.device("cpu")
+
+
+def test_a_query_sees_itself_and_what_came_before():
+    """Two new tokens after three in the cache: q = 2, kv = 5."""
+    seen = visible(torch.tensor([[3, 4]]), torch.arange(5))
+    assert seen.int().tolist() == [[[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]]
+
+
+def test_a_window_counts_the_query_itself():
+    seen = visible(torch.tensor([[3, 4]]), torch.arange(5), window=2)
+    assert seen.int().tolist() == [[[0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]]
+    assert visible(torch.tensor([[3]]), torch.arange(5), window=1).int().tolist() == [[[0, 0, 0, 1, 0]]]
+
+
+def test_rows_of_different_lengths_each_see_their_own():
+    seen = visible(torch.tensor([[0], [3]]), torch.arange(4))
+    assert seen.int().tolist() == [[[1, 0, 0, 0]], [[1, 1, 1, 1]]]
+
+
+@BOTH
+def test_the_study_notes_weights_mix_the_values(attend):
+    """Weights 0.1, 0.7, 0.2 over values 1, 10, 100 give 27.1."""
+    q = torch.tensor([1.0, 0.0])[None, None, None]  # (1, 1, 1, 2)
+    k = torch.tensor([[math.log(w), 5.0] for w in (0.1, 0.7, 0.2)])[None, None]
+    v = torch.tensor([[1.0, -1.0], [10.0, -10.0], [100.0, -100.0]])[None, None]
+    out = attend(q, k, v, Sight(mask=torch.ones(1, 1, 1, 3, dtype=torch.bool)), scale=1.0)
+    torch.testing.assert_close(out[0, 0, 0], torch.tensor([27.1, -27.1]))
+
+
+@BOTH
+def test_query_heads_share_key_value_heads_in_order(attend):
+    """Query head h reads key/value head h // G: values 0 and 1 come out as 0, 0, 1, 1; a tiled expansion gives 0, 1, 0, 1."""
+    q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 3, 8)
+    v = torch.tensor([0.0, 1.0])[None, :, None, None].expand(1, 2, 3, 8)
+    out = attend(q, k, v, Sight(mask=torch.ones(1, 1, 2, 3, dtype=torch.bool)), scale=1.0)
+    assert out[0, :, 0, 0].tolist() == pytest.approx([0, 0, 1, 1])
+    square = attend(q, k[:, :, :2], v[:, :, :2], sight(fresh(1, 2, None, CPU), None, _path(attend)), scale=1.0)
+    assert square[0, :, 1, 0].tolist() == pytest.approx([0, 0, 1, 1])
+
+
+def _path(attend) -> str:
+    return "fused" if attend is fused_attention else "explicit"
+
+
+@given(
+    options=attention_options(),
+    starts=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    columns=st.integers(1, 7),
+    data=st.data(),
+)
+def test_the_two_paths_agree_wherever_the_rows_stand(options, starts, columns, data):
+    """Every short cut of the fused path (triangle, single column, folded groups) against the formula with the full rule."""
+    counts = [data.draw(st.integers(1, columns)) for _ in starts] if data.draw(st.booleans()) else [columns] * len(starts)
+    at = Placement(tuple(starts), tuple(counts), columns, max(map(sum, zip(starts, counts, strict=True))), CPU)
+    n_heads, n_kv_heads, width = options["n_heads"], options["n_kv_heads"], options["head_dim"]
+    q = torch.randn(len(starts), n_heads, columns, width)
+    k, v = (torch.randn(len(starts), n_kv_heads, at.extent, width) for _ in range(2))
+    for window in options["windows"]:
+        fused = fused_attention(q, k, v, sight(at, window, "fused"), scale=width**-0.5)
+        explicit = explicit_attention(q, k, v, sight(at, window, "explicit"), scale=width**-0.5)
+        for row, count in enumerate(counts):
+            torch.testing.assert_close(fused[row, :, :count], explicit[row, :, :count], atol=2e-6, rtol=1e-5)
+
+
+def test_the_short_cuts_are_taken_where_they_hold_and_nowhere_else():
+    prompt = fresh(2, 5, None, CPU)
+    assert sight(prompt, None, "fused").causal
+    assert sight(prompt, 5, "fused").causal
+    assert sight(fresh(2, 5, [5, 2], CPU), None, "fused").causal  # padding comes last, so the triangle hides it
+    assert sight(prompt, 4, "fused").mask is not None
+    step = Placement((7, 7), (1, 1), 1, 8, CPU)
+    assert sight(step, None, "fused") == Sight()
+    assert sight(step, 7, "fused").mask is not None
+    assert sight(Placement((7, 6), (1, 1), 1, 8, CPU), None, "fused").mask is not None
+    assert sight(Placement((3, 3), (2, 2), 2, 5, CPU), None, "fused").mask is not None
+    for at in (prompt, step):
+        assert sight(at, None, "explicit").mask is not None
+
+
+def one_layer(turning: bool) -> tuple[Attention, tuple[torch.Tensor, torch.Tensor]]:
+    model = tiny_model(n_layers=1)
+    layer = Attention(tiny_config())
+    redraw(layer)
+    from nanodecoder.rope import angles
+
+    (per_position,) = model._frequencies.values()
+    cos, sin = angles(torch.arange(6)[None], per_position, torch.float32)
+    return layer, (cos, sin) if turning else (torch.ones_like(cos), torch.zeros_like(sin))
+
+
+@pytest.mark.parametrize("turning", [False, True])
+def test_without_positions_one_layer_cannot_tell_the_order(turning):
+    """The last output is the same when earlier tokens are shuffled; with RoPE it is not."""
+    layer, turn = one_layer(turning)
+    x = torch.randn(1, 6, 64)
+    shuffled = x[:, [3, 0, 4, 2, 1, 5]]
+    see = sight(fresh(1, 6, None, CPU), None, "fused")
+    difference = (layer(x, turn, see)[0, -1] - layer(shuffled, turn, see)[0, -1]).abs().max()
+    assert (difference > 1e-3) == turning
+    assert turning or difference < 1e-5

@@ -1,0 +1,454 @@
+"""checkpoint.py: every tensor used once, every parameter set once, or one sentence; and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from safetensors.torch import load_file, save_file
+from tiny import byte_level, tiny_model, tokens
+
+from nanodecoder import CheckpointError, Tokenizer, load_model, save_model
+from nanodecoder.checkpoint import read_header, stored_tensors
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A good checkpoint to spoil."""
+    save_model(tmp_path / "model", tiny_model())
+    return tmp_path / "model"
+
+
+def edit(folder: Path, name: str = "config.json", **keys) -> None:
+    raw = json.loads((folder / name).read_text()) if (folder / name).is_file() else {}
+    (folder / name).write_text(json.dumps({key: value for key, value in (raw | keys).items() if value != "absent"}))
+
+
+def edit_tensors(folder: Path, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file(change(dict(tensors)), folder / "model.safetensors")
+
+
+def refused(folder: Path, words: str, **options) -> str:
+    with pytest.raises(CheckpointError, match=words) as caught:
+        load_model(folder, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---- out and in again
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"tied_head": True}, {"qkv_bias": True, "windows": (None, 5)}, {"qk_norm": True}, {"qkv_bias": True, "o_bias": True}],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_model_comes_back_with_the_same_bits(tmp_path, options, dtype):
+    model = tiny_model(**options).to(dtype)
+    save_model(tmp_path, model)
+    again = load_model(tmp_path, dtype="auto")
+    assert again.config == model.config
+    assert again.dtype == dtype
+    assert not again.training
+    assert torch.equal(again(tokens()), model(tokens()))
+    names = set(load_file(tmp_path / "model.safetensors"))
+    assert ("lm_head.weight" in names) != bool(options.get("tied_head"))
+
+
+def test_what_is_loaded_does_not_depend_on_the_file_any_more(folder):
+    model = load_model(folder)
+    before = model(tokens())
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-5000:] = b"\xff" * 5000
+    (folder / "model.safetensors").write_bytes(data)
+    assert torch.equal(model(tokens()), before)
+
+
+def test_one_file_beside_its_config_is_a_checkpoint_too(folder):
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    assert torch.equal(load_model(folder / "other.safetensors")(tokens()), tiny_model()(tokens()))
+
+
+def test_saving_keeps_the_tokenizer(tmp_path):
+    tokenizer = Tokenizer.load(byte_level(tmp_path / "tokenizer"))
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text("{{ messages }}")
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer")
+    save_model(tmp_path / "model", tiny_model(), tokenizer)
+    again = Tokenizer.load(tmp_path / "model")
+    assert again.encode("나는 오늘") == tokenizer.encode("나는 오늘")
+    assert again.eos_ids == tokenizer.eos_ids
+    assert (tmp_path / "model" / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+def test_where_a_text_ends_and_how_to_sample_come_back(tmp_path):
+    from nanodecoder.config import GenerationConfig
+
+    model = tiny_model()
+    model.generation = GenerationConfig(bos_id=1, eos_ids=(2, 5), temperature=0.7, top_p=0.9, repetition_penalty=1.1)
+    save_model(tmp_path, model)
+    assert load_model(tmp_path).generation == model.generation
+
+
+# ---- shards
+
+
+def shard(folder: Path) -> dict[str, str]:
+    """Split model.safetensors in two, with an index."""
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    index = {name: f"model-0000{1 + (i % 2)}-of-00002.safetensors" for i, name in enumerate(names)}
+    for file in set(index.values()):
+        save_file({name: tensors[name] for name in names if index[name] == file}, folder / file)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return index
+
+
+def test_shards_are_one_checkpoint_and_a_stray_one_is_not_looked_at(folder):
+    shard(folder)
+    (folder / "model-00003-of-00003.safetensors").write_text("not weights at all")
+    assert torch.equal(load_model(folder)(tokens()), tiny_model()(tokens()))
+
+
+def test_where_shards_overlap_the_index_decides(folder):
+    index = shard(folder)
+    name = next(name for name, file in index.items() if file.startswith("model-00001"))
+    other = load_file(folder / "model-00002-of-00002.safetensors")
+    save_file(other | {name: torch.zeros(3)}, folder / "model-00002-of-00002.safetensors")
+    assert torch.equal(load_model(folder)(tokens()), tiny_model()(tokens()))
+
+
+def test_a_tensor_in_a_shard_that_the_index_does_not_know_is_not_dropped_in_silence(folder):
+    shard(folder)
+    other = load_file(folder / "model-00002-of-00002.safetensors")
+    save_file(other | {"model.extra.weight": torch.zeros(3)}, folder / "model-00002-of-00002.safetensors")
+    refused(folder, "unexpected model.extra.weight")
+
+
+def test_a_missing_shard_is_named(folder):
+    shard(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    refused(folder, "names model-00002-of-00002.safetensors, which is not in .*; download it")
+
+
+def test_a_tensor_that_is_not_where_the_index_says_is_named(folder):
+    index = shard(folder)
+    other = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"} - {index["model.norm.weight"]}
+    index["model.norm.weight"] = other.pop()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    refused(folder, "says that model.norm.weight is in model-0000.*, and it is not; download both again")
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", 3, "a\\b.safetensors"]
+)
+def test_an_index_that_leaves_its_folder_is_refused(folder, name):
+    index = shard(folder)
+    save_file({"x": torch.zeros(1)}, folder.parent / "outside.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index | {"model.norm.weight": name}}))
+    refused(folder, "which is not a file of its own folder; refused")
+
+
+def test_saving_over_a_sharded_checkpoint_leaves_no_index_that_lies(folder):
+    shard(folder)
+    model = tiny_model(seed=1)
+    save_model(folder, model)
+    assert not (folder / "model.safetensors.index.json").exists()
+    assert torch.equal(load_model(folder)(tokens()), model(tokens()))
+
+
+# ---- every tensor accounted for
+
+
+def test_a_renamed_tensor_is_both_missing_and_unexpected(folder):
+    def rename(tensors):
+        tensors["model.layers.0.self_attn.q_project.weight"] = tensors.pop("model.layers.0.self_attn.q_proj.weight")
+        return tensors
+
+    edit_tensors(folder, rename)
+    text = refused(folder, r"missing model\.layers\.0\.self_attn\.q_proj\.weight; unexpected .*q_project")
+    assert "config.json" in text
+
+
+def test_a_bias_that_the_config_does_not_ask_for_is_not_dropped(folder):
+    edit_tensors(folder, lambda tensors: tensors | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)})
+    refused(folder, "missing none; unexpected model.layers.0.self_attn.q_proj.bias")
+
+
+def test_buffers_of_old_files_are_no_parameters(folder):
+    edit_tensors(folder, lambda tensors: tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
+    load_model(folder)
+
+
+def test_many_missing_tensors_are_counted_not_listed(folder):
+    edit(folder, num_hidden_layers=4)
+    refused(folder, "missing .* and 12 more; unexpected none")
+
+
+def test_a_shape_that_does_not_fit_is_named_with_both(folder):
+    edit(folder, head_dim=32)
+    refused(folder, r"q_proj.weight in model.safetensors has shape \[64, 64\], and .*config.json calls for \[128, 64\]")
+
+
+def test_a_quantized_tensor_is_refused(folder):
+    edit_tensors(folder, lambda tensors: tensors | {"model.norm.weight": torch.ones(64, dtype=torch.int8)})
+    refused(folder, "model.norm.weight in model.safetensors is I8: quantized checkpoints are not supported")
+
+
+# ---- tied and untied heads, in all their cases
+
+
+def test_tied_by_the_config_and_stored_once(tmp_path):
+    save_model(tmp_path, tiny_model(tied_head=True))
+    model = load_model(tmp_path)
+    assert model.lm_head.weight is model.embed.weight
+
+
+def test_tied_and_stored_twice_alike(tmp_path):
+    save_model(tmp_path, tiny_model(tied_head=True))
+    edit_tensors(tmp_path, lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+    model = load_model(tmp_path)
+    assert model.lm_head.weight is model.embed.weight
+    assert model.config.tied_head
+
+
+def test_tied_by_the_flag_but_stored_with_another_head_the_file_is_believed(folder):
+    edit(folder, tie_word_embeddings=True)
+    with pytest.warns(UserWarning, match="ties the head to the embedding, but the file holds lm_head.weight with other values"):
+        model = load_model(folder)
+    assert not model.config.tied_head
+    assert torch.equal(model(tokens()), tiny_model()(tokens()))
+
+
+def test_tied_and_only_the_head_stored(tmp_path):
+    model = tiny_model(tied_head=True)
+    save_model(tmp_path, model)
+
+    def only_head(tensors):
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+        return tensors
+
+    edit_tensors(tmp_path, only_head)
+    again = load_model(tmp_path)
+    assert again.lm_head.weight is again.embed.weight
+    assert torch.equal(again(tokens()), model(tokens()))
+
+
+def test_untied_and_one_of_the_two_missing(folder):
+    edit_tensors(folder, lambda tensors: {name: t for name, t in tensors.items() if name != "lm_head.weight"})
+    refused(folder, "missing lm_head.weight; unexpected none")
+
+
+# ---- files that are not what they claim
+
+
+def spoil(folder: Path, kind: str) -> None:
+    path = folder / "model.safetensors"
+    good = path.read_bytes()
+    path.write_bytes(
+        {
+            "pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 269060552\n",
+            "truncated": good[:-1],
+            "longer": good + b"x",
+            "absurd": (2**63).to_bytes(8, "little") + good[8:],
+            "empty": b"",
+            "seven bytes": good[:7],
+            "not json": (10).to_bytes(8, "little") + b"[[[[[[[[[[",
+            "deep": (100_000).to_bytes(8, "little") + b"[" * 100_000,
+            "not tensors": (14).to_bytes(8, "little") + b'{"a": {"b":1}}',
+            "list": (2).to_bytes(8, "little") + b"[]",
+        }[kind]
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("pointer", r"is \d+ bytes of git-lfs pointer instead of weights: run git lfs pull"),
+        ("truncated", r"has (\d+) bytes and its header describes (\d+); download it again \(if it came by git: git lfs pull\)"),
+        ("longer", r"has (\d+) bytes and its header describes (\d+); download it again"),
+        ("absurd", r"has \d+ bytes, and its header alone would need 9223372036854775816"),
+        ("empty", "has 0 bytes, and its header alone would need 8"),
+        ("seven bytes", "has 7 bytes, and its header alone would need 8"),
+        ("not json", "has a header of 10 bytes that is not JSON"),
+        ("deep", "has a header of 100000 bytes that is not JSON"),
+        ("not tensors", "has a header that does not describe tensors"),
+        ("list", "has a header that does not describe tensors"),
+    ],
+)
+def test_a_damaged_weights_file_is_one_sentence_with_path_sizes_and_remedy(folder, kind, words):
+    spoil(folder, kind)
+    assert str(folder / "model.safetensors") in refused(folder, words)
+
+
+def test_a_header_whose_offsets_lie_is_refused_by_the_format_itself(folder):
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["model.norm.weight"]["shape"] = [63]
+    changed = json.dumps(header).encode()
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + data[8 + length :])
+    refused(folder, "model.norm.weight|cannot be read as safetensors")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", "config.json is not valid JSON"),
+        (b"[1]", "must hold a JSON object, not list"),
+        (b"\xff\xfe{", "is not valid JSON"),
+        (b'{"model_type": "llama", "model_type": "mistral"}', "has the key 'model_type' twice; remove one"),
+        (b"[" * 100_000, "is not valid JSON"),
+    ],
+)
+def test_a_damaged_config_is_one_sentence(folder, content, words):
+    (folder / "config.json").write_bytes(content)
+    refused(folder, words)
+
+
+def test_a_path_that_is_no_checkpoint_says_what_is_there(folder, tmp_path):
+    refused(tmp_path / "modle", "there is no folder or file '.*modle'")
+    (tmp_path / "notes.txt").write_text("")
+    refused(tmp_path, r"there is no config.json in .* \(found: model, notes.txt\)")
+    refused(tmp_path / "notes.txt", "is not a .safetensors file")
+    (folder / "model.safetensors").unlink()
+    refused(folder, r"no model.safetensors and no model.safetensors.index.json in .* \(found: config.json")
+
+
+# ---- dtype
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype", "both", "neither"])
+def test_auto_dtype_is_what_the_checkpoint_says_else_what_its_tensors_are(tmp_path, key):
+    save_model(tmp_path, tiny_model().bfloat16())
+    keys = {"dtype": {"dtype": "bfloat16"}, "torch_dtype": {"torch_dtype": "bfloat16"}, "neither": {}}
+    keys["both"] = keys["dtype"] | {"torch_dtype": "float32"}
+    edit(tmp_path, **({"dtype": "absent"} | keys[key]))
+    assert load_model(tmp_path, dtype="auto").dtype == torch.bfloat16
+    assert load_model(tmp_path).dtype == torch.float32
+    assert load_model(tmp_path, dtype="float16").dtype == torch.float16
+    assert load_model(tmp_path, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_an_unknown_dtype_is_refused(folder):
+    with pytest.raises(ValueError, match="dtype 'float12' is not one of auto, float32, bfloat16, float16"):
+        load_model(folder, dtype="float12")
+    edit(folder, dtype="float8_e4m3fn")
+    refused(folder, "asks for dtype 'float8_e4m3fn'; here it can be float32", dtype="auto")
+    load_model(folder)
+
+
+# ---- where a text ends
+
+
+def test_every_end_id_that_the_checkpoint_names_ends_a_text(folder):
+    """generation_config says [1, 106], the tokenizer's end token is 2, config.json says 1: all three end it."""
+    edit(folder, eos_token_id=1, bos_token_id=7)
+    edit(folder, "generation_config.json", eos_token_id=[1, 106], bos_token_id="absent")
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 2, "content": "</s>"}]}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
+    assert set(load_model(folder).generation.eos_ids) == {1, 2, 106}
+    assert load_model(folder).generation.bos_id == 7
+    legacy = {"eos_token": "</s>", "added_tokens_decoder": {"3": {"content": "</s>"}}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(legacy))
+    assert set(load_model(folder).generation.eos_ids) == {1, 3, 106}
+
+
+def test_an_end_id_of_another_kind_is_refused(folder):
+    edit(folder, eos_token_id="</s>")
+    refused(folder, "'eos_token_id' must be an id or a list of ids, not '</s>'")
+
+
+def test_the_checkpoint_samples_only_if_it_says_so(folder):
+    edit(folder, "generation_config.json", temperature=0.6, top_p=0.9)
+    assert load_model(folder).generation.temperature == 0
+    edit(folder, "generation_config.json", do_sample=True)
+    said = load_model(folder).generation
+    assert (said.temperature, said.top_p, said.top_k) == (0.6, 0.9, 0)
+
+
+def test_a_way_of_generating_that_we_do_not_have_is_told(folder):
+    edit(folder, "generation_config.json", num_beams=4, typical_p=1.0)
+    with pytest.warns(UserWarning, match="asks for 'num_beams': 4, which is not supported and ignored"):
+        load_model(folder)
+
+
+# ---- nothing half-written
+
+
+def test_a_save_that_fails_keeps_what_was_there(folder, monkeypatch):
+    import nanodecoder.checkpoint as checkpoint
+
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def full_disk(tensors, path, metadata):
+        Path(path).write_bytes(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full_disk)
+    with pytest.raises(CheckpointError, match=r"cannot write the checkpoint to .*No space left on device"):
+        save_model(folder, tiny_model(seed=1))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_files_are_flushed_before_they_are_renamed(tmp_path, monkeypatch):
+    import nanodecoder.checkpoint as checkpoint
+
+    order = []
+    real_fsync, real_replace = checkpoint.os.fsync, Path.replace
+    monkeypatch.setattr(checkpoint.os, "fsync", lambda fd: (order.append("fsync"), real_fsync(fd)))
+    monkeypatch.setattr(Path, "replace", lambda self, to: (order.append("rename"), real_replace(self, to))[1])
+    save_model(tmp_path, tiny_model())
+    assert order == ["fsync"] * 3 + ["rename"] * 3 + ["fsync"]  # three files, and then the folder
+
+
+def test_saving_where_nothing_can_be_written_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot write the checkpoint to"):
+        save_model(tmp_path / "file", tiny_model())
+
+
+# ---- the cost of loading
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="no /proc to read the resident memory from")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loading_needs_no_more_memory_than_the_model_and_one_tensor(tmp_path, dtype):
+    """RssAnon at its peak, in a process of its own; a file of 48 MiB in float32, its largest tensor 8 MiB."""
+    big = {"dim": 256, "n_layers": 8, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 1024, "vocab_size": 8192, "tied_head": True}
+    save_model(tmp_path, tiny_model(**big))
+    size = sum(t.shape[0] * (*t.shape, 1)[1] for t in stored_tensors(tmp_path).values()) * (4 if dtype == "float32" else 2)
+    code = f"""
+import threading, time
+import nanodecoder as nd
+def anonymous():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) * 1024
+nd.load_model({str(tmp_path / "warm")!r})
+before, peak, done = anonymous(), 0, False
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, anonymous())
+thread = threading.Thread(target=watch)
+thread.start()
+model = nd.load_model({str(tmp_path)!r}, dtype={dtype!r})
+done = True
+thread.join()
+print(peak - before)
+"""
+    save_model(tmp_path / "warm", tiny_model())
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(out.stdout) < size + 8 * 2**20 + 6 * 2**20  # 6 MiB for the allocator's and the interpreter's own
+
+
+def test_headers_are_read_without_the_weights(folder):
+    header = read_header(folder / "model.safetensors")
+    assert header["model.norm.weight"].shape == (64,)
+    assert header["model.norm.weight"].dtype == "F32"

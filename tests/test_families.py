@@ -1,0 +1,226 @@
+"""families.py: config.json in its dialects -> options; what we do not have is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from tiny import tiny_config
+
+from nanodecoder import CheckpointError, RopeConfig
+from nanodecoder.families import FAMILIES, find_family, write_config
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def read(**keys):
+    raw = LLAMA | keys
+    raw = {key: value for key, value in raw.items() if value != "absent"}
+    return find_family(raw, "config.json").read(raw, "config.json")
+
+
+def test_the_sizes():
+    config = read()
+    sizes = (config.vocab_size, config.dim, config.n_layers, config.n_heads, config.n_kv_heads, config.ffn_dim)
+    assert sizes == (97, 64, 4, 4, 2, 128)
+    assert (config.max_seq_len, config.norm_eps, config.head_dim, config.tied_head) == (128, 1e-5, 16, False)
+
+
+@pytest.mark.parametrize(("given", "width"), [("absent", 16), (None, 16), (32, 32)])
+def test_head_dim_is_read_and_only_derived_when_nobody_says(given, width):
+    for model_type in ("llama", "mistral", "qwen2"):
+        assert read(model_type=model_type, head_dim=given).head_dim == width
+    assert read(model_type="qwen3", head_dim=given).head_dim == (128 if given == "absent" else width)
+
+
+@pytest.mark.parametrize("given", ["absent", None])
+def test_without_key_value_heads_every_query_head_has_its_own(given):
+    assert read(num_key_value_heads=given).n_kv_heads == 4
+
+
+def test_biases_as_each_family_has_them():
+    def biases(config):
+        return config.qkv_bias, config.o_bias, config.ffn_bias
+
+    assert biases(read()) == (False, False, False)
+    assert biases(read(attention_bias=True)) == (True, True, False)
+    assert biases(read(mlp_bias=True)) == (False, False, True)
+    assert biases(read(model_type="mistral")) == (False, False, False)
+    assert biases(read(model_type="qwen2")) == (True, False, False)
+    assert biases(read(model_type="qwen3")) == (False, False, False)
+    assert read(model_type="qwen3").qk_norm
+
+
+# Five spellings of RoPE: the first two are one, and the next two.
+def test_rope_in_both_dialects():
+    a = read(rope_theta=1e6, rope_scaling=None)
+    b = read(rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    assert a == b
+    assert a.rope[0] == RopeConfig(theta=1e6)
+    c = read(rope_theta=5e5, rope_scaling={"type": "linear", "factor": 4})
+    d = read(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5})
+    assert c == d
+    assert c.rope[0] == RopeConfig(5e5, "linear", 4.0)
+    assert read().rope[0] == RopeConfig(theta=10_000.0)
+
+
+def test_llama3_in_both_dialects():
+    stretch = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    old = read(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **stretch})
+    new = read(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **stretch})
+    assert old == new
+    assert old.rope[0] == RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64)
+    del stretch["original_max_position_embeddings"]
+    assert read(rope_scaling={"rope_type": "llama3", **stretch}).rope[0].original_max_seq_len == 128
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 2}}, "RoPE kind 'spiral' is unknown"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "has no 'factor'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "swirl": 3}}, "asks for 'swirl': 3"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "has no 'low_freq_factor'"),
+        ({"rope_scaling": "linear"}, "'rope_scaling' must be an object, not 'linear'"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "'partial_rotary_factor'"),
+        ({"rope_interleaved": True}, "asks for 'rope_interleaved' true; here it can be false"),
+    ],
+)
+def test_rope_that_we_do_not_have_is_refused(keys, words):
+    with pytest.raises(CheckpointError, match=words):
+        read(**keys)
+
+
+def windows(**keys):
+    return read(model_type="qwen2", **keys).windows
+
+
+def test_qwens_window_is_off_unless_switched_on_and_slides_from_a_layer_on():
+    assert windows(use_sliding_window=False, sliding_window=4, max_window_layers=2) == (None,) * 4
+    assert windows(sliding_window=4) == (None,) * 4
+    assert windows(use_sliding_window=True, sliding_window=4, max_window_layers=2) == (None, None, 4, 4)
+    types = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+    assert windows(use_sliding_window=True, sliding_window=4, max_window_layers=2, layer_types=types) == (4, None, None, 4)
+    assert windows(use_sliding_window=True, sliding_window=None, max_window_layers=2) == (None,) * 4
+    assert windows(use_sliding_window=True, max_window_layers=3) == (None, None, None, 4096)
+
+
+def test_mistrals_window_is_for_every_layer_or_none():
+    assert read(model_type="mistral", sliding_window=4).windows == (4,) * 4
+    assert read(model_type="mistral", sliding_window=None).windows == (None,) * 4
+    assert read(model_type="mistral").windows == (4096,) * 4
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"layer_types": ["chunked_attention"] * 4}, "layer_types asks for 'chunked_attention'"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
+        ({"layer_types": [{}] * 4}, "layer_types asks for {}"),
+    ],
+)
+def test_layers_of_a_kind_that_we_do_not_have_are_refused(keys, words):
+    with pytest.raises(CheckpointError, match=words):
+        windows(**keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"logit_scale": 0.5}, "asks for 'logit_scale': 0.5, which is not supported"),
+        ({"a": 1, "b": [2]}, r"asks for 'a': 1, 'b': \[2\]"),
+        ({"quantization_config": {"bits": 4}}, "asks for 'quantization_config'"),
+        ({"sliding_window": 512}, "asks for 'sliding_window': 512"),  # a llama has none
+        ({"hidden_act": "gelu"}, "asks for 'hidden_act' 'gelu'; here it can be 'silu' or 'swish'"),
+        ({"hidden_size": "absent"}, "has no 'hidden_size'"),
+        ({"hidden_size": None}, "'hidden_size' is null and must be a whole number"),
+        ({"hidden_size": "64"}, "'hidden_size' must be a whole number, not '64'"),
+        ({"hidden_size": 64.5}, "'hidden_size' must be a whole number, not 64.5"),
+        ({"num_attention_heads": True}, "'num_attention_heads' must be a whole number, not True"),
+        ({"tie_word_embeddings": 1}, "'tie_word_embeddings' must be true or false, not 1"),
+        ({"num_attention_heads": 5}, "dim 64 is not a multiple of n_heads 5"),
+        ({"num_hidden_layers": 0}, "n_layers must be at least 1"),
+        ({"rms_norm_eps": [1]}, r"'rms_norm_eps' must be a number, not \[1\]"),
+    ],
+)
+def test_what_we_do_not_have_or_cannot_read_is_refused_by_name(keys, words):
+    with pytest.raises(CheckpointError, match=words):
+        read(**keys)
+
+
+def test_what_is_known_to_be_harmless_or_switched_off_is_not_refused():
+    noise = {
+        "transformers_version": "4.40",
+        "use_cache": True,
+        "pretraining_tp": 2,
+        "attention_dropout": 0.1,
+        "logit_scale": None,
+    }
+    assert read(**noise) == read()
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"model_type": "bert"}, "is a bert, an encoder: it reads in both directions and cannot generate"),
+        ({"model_type": "t5"}, "is a t5, an encoder-decoder, and this is a decoder only"),
+        ({"model_type": "newseq", "is_encoder_decoder": True}, "is a newseq, an encoder-decoder"),
+        ({"model_type": "rwkv"}, "has model_type 'rwkv', which is not supported; these can be loaded: llama, mistral, qwen2"),
+        ({}, "has no 'model_type'"),
+        ({"model_type": 3}, "'model_type' must be a string, not 3"),
+    ],
+)
+def test_what_is_no_decoder_or_not_ours_is_refused_as_what_it_is(raw, words):
+    with pytest.raises(CheckpointError, match=words):
+        find_family(raw, "config.json")
+
+
+CONFIGS = {
+    "llama": [
+        tiny_config(),
+        tiny_config(qkv_bias=True, o_bias=True, ffn_bias=True, head_dim=8, tied_head=True),
+        tiny_config(rope=RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64)),
+    ],
+    "mistral": [tiny_config(windows=4), tiny_config(rope=RopeConfig(kind="linear", factor=2.0), windows=7)],
+    "qwen2": [tiny_config(qkv_bias=True), tiny_config(qkv_bias=True, windows=(None, 5))],
+    "qwen3": [tiny_config(qk_norm=True), tiny_config(qk_norm=True, windows=(5, None), head_dim=32)],
+}
+
+
+@pytest.mark.parametrize(("model_type", "config"), [(name, config) for name, configs in CONFIGS.items() for config in configs])
+def test_what_is_written_is_read_again_as_the_same_and_in_the_dialect_that_can_say_it(model_type, config):
+    family, raw = write_config(config)
+    assert family.model_type == raw["model_type"] == model_type
+    assert family.read(raw, "config.json") == config
+
+
+def test_a_dialect_is_kept_where_it_can_say_the_model():
+    config = dataclasses.replace(tiny_config(), model_type="mistral")
+    assert write_config(config)[1]["model_type"] == "mistral"
+    with_bias = dataclasses.replace(config, qkv_bias=True)
+    assert write_config(with_bias)[1]["model_type"] == "qwen2"
+
+
+def test_what_no_dialect_can_say_is_refused():
+    for config in (tiny_config(qk_norm=True, ffn_bias=True), tiny_config(rope=(RopeConfig(), RopeConfig(theta=5.0)))):
+        with pytest.raises(CheckpointError, match="no family of Hugging Face's can say all of this model"):
+            write_config(config)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_tensor_names_carry_the_layer(family):
+    assert family.tensor_name("blocks.11.attn.q_proj.bias") == "model.layers.11.self_attn.q_proj.bias"
+    assert family.tensor_name("blocks.0.ffn_norm.weight") == "model.layers.0.post_attention_layernorm.weight"
+    assert family.tensor_name("embed.weight") == "model.embed_tokens.weight"
+    assert family.tensor_name("norm.weight") == "model.norm.weight"
+    assert family.tensor_name("lm_head.weight") == "lm_head.weight"

@@ -1,0 +1,81 @@
+"""The house: imports follow the rooms' order, importing has no effects, and the public surface is what it says."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+import nanodecoder
+
+ORDER = "config rope layers cache attention model families checkpoint tokenizer sampler generate cli".split()
+OPTIONAL = {"transformers", "gguf", "accelerate", "matplotlib", "pytest", "hypothesis", "torchao"}
+
+
+def imported(name: str) -> set[str]:
+    """The rooms that a file imports."""
+    tree = ast.parse((ROOT / "nanodecoder" / f"{name}.py").read_text())
+    relative = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 1]
+    return {node.module for node in relative if node.module} | {
+        alias.name for node in relative if not node.module for alias in node.names
+    }
+
+
+def test_every_file_is_in_the_reading_order():
+    files = {path.stem for path in (ROOT / "nanodecoder").glob("*.py")} - {"__init__"}
+    assert files == set(ORDER)
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_a_file_imports_only_from_files_above_it(name):
+    assert imported(name) <= set(ORDER[: ORDER.index(name)])
+
+
+def test_families_know_the_config_only():
+    assert imported("families") == {"config"}
+
+
+@pytest.mark.parametrize("name", ["config", "rope", "layers", "cache", "attention", "model", "sampler", "generate"])
+def test_the_core_knows_no_models_name(name):
+    from nanodecoder.families import FAMILIES
+
+    tree = ast.parse((ROOT / "nanodecoder" / f"{name}.py").read_text())
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    assert not strings & set(FAMILIES)
+    reads_it = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert "model_type" not in reads_it
+
+
+def test_the_public_surface_is_what_is_there():
+    assert nanodecoder.__all__ == sorted(nanodecoder.__all__, key=lambda name: (name.islower(), name))
+    public = {name for name, value in vars(nanodecoder).items() if not name.startswith("_") and not hasattr(value, "__path__")}
+    modules = {name for name in public if hasattr(getattr(nanodecoder, name), "__file__")}
+    assert public - modules == set(nanodecoder.__all__)
+    for name in nanodecoder.__all__:
+        assert getattr(nanodecoder, name).__doc__, name
+
+
+def test_importing_has_no_effects():
+    code = f"""
+import sys, torch, threading
+def state():
+    torch_state = torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled(), torch.initial_seed()
+    return torch_state, threading.active_count()
+before = state()
+asked = []
+torch.cuda.is_available = lambda: asked.append(1) or False
+import nanodecoder
+assert before == state(), (before, state())
+assert not asked, "asked for CUDA"
+optional = {OPTIONAL!r} & set(sys.modules)
+assert not optional, optional
+assert not [name for name in sys.modules if name.startswith("nanodecoder.training")]
+print("fine")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env={"CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert done.stdout == "fine\n", done.stderr

@@ -1,0 +1,55 @@
+"""layers.py: what looks at one position at a time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tiny import tiny_config
+
+from nanodecoder.layers import FeedForward, RMSNorm
+
+
+def test_rms_norm_by_hand():
+    norm = RMSNorm(2, eps=0.0)
+    norm.weight.data = torch.tensor([1.0, 10.0])
+    rms = math.sqrt((9 + 16) / 2)
+    torch.testing.assert_close(norm(torch.tensor([3.0, 4.0])), torch.tensor([3 / rms, 40 / rms]))
+
+
+def test_eps_counts_where_the_vector_is_small():
+    small = torch.tensor([1e-3, -1e-3])
+    assert RMSNorm(2, eps=1e-6)(small)[0].item() == pytest.approx(1e-3 / math.sqrt(2e-6))
+    assert RMSNorm(2, eps=1e-5)(small)[0].item() == pytest.approx(1e-3 / math.sqrt(1.1e-5))
+
+
+def test_the_mean_square_is_taken_in_float32():
+    """In float16 the square of 300 is infinite."""
+    x = torch.full((4,), 300.0, dtype=torch.float16)
+    torch.testing.assert_close(RMSNorm(4, eps=1e-5).half()(x), torch.ones(4, dtype=torch.float16))
+
+
+def test_swiglu_by_hand():
+    ffn = FeedForward(tiny_config(dim=4, n_heads=2, n_kv_heads=1, ffn_dim=1))
+    for projection, row in [(ffn.gate_proj, [1.0, 0, 0, 0]), (ffn.up_proj, [0, 1.0, 0, 0])]:
+        projection.weight.data = torch.tensor([row])
+    ffn.down_proj.weight.data = torch.tensor([[1.0], [0], [0], [2.0]])
+    gate, up = 0.5, -3.0
+    wanted = gate / (1 + math.exp(-gate)) * up
+    torch.testing.assert_close(ffn(torch.tensor([gate, up, 9.0, 9.0])), torch.tensor([wanted, 0, 0, 2 * wanted]))
+
+
+def test_the_feed_forward_commutes_with_any_order_of_positions():
+    ffn, x = FeedForward(tiny_config()), torch.randn(1, 7, 64)
+    order = torch.randperm(7)
+    torch.testing.assert_close(ffn(x)[:, order], ffn(x[:, order]))
+
+
+def test_biases_are_there_only_where_asked_for():
+    assert {name for name, _ in FeedForward(tiny_config(ffn_bias=True)).named_parameters() if name.endswith("bias")} == {
+        "gate_proj.bias",
+        "up_proj.bias",
+        "down_proj.bias",
+    }
+    assert not [name for name, _ in FeedForward(tiny_config()).named_parameters() if name.endswith("bias")]

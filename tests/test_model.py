@@ -1,0 +1,179 @@
+"""model.py: any split through the cache gives the same logits, rows do not see each other, no token sees its future."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import attention_options, splits
+from tiny import tiny_config, tiny_model, tokens
+
+from nanodecoder import Decoder, KVCache, RopeConfig
+
+PATHS = pytest.mark.parametrize("path", ["fused", "explicit"])
+CLOSE = {"atol": 2e-5, "rtol": 0}
+
+
+@given(options=attention_options(), sizes=splits(12), path=st.sampled_from(["fused", "explicit"]))
+def test_any_split_through_the_cache_gives_the_same_logits(options, sizes, path):
+    model, x = tiny_model(**options), tokens()
+    model.attention = path
+    cache = KVCache(model.config, 1, 12)
+    pieces = [model(piece, cache) for piece in x.split(sizes, dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, 1), model(x), **CLOSE)
+    assert cache.lengths.tolist() == [12]
+
+
+@given(options=attention_options(), data=st.data())
+def test_rows_of_any_lengths_go_on_together_as_each_does_alone(options, data):
+    model, x = tiny_model(**options), tokens(3, 14)
+    cache, held = KVCache(model.config, 3, 14), [0, 0, 0]
+    alone = [model(x[row : row + 1])[0] for row in range(3)]
+    for _ in range(3):
+        counts = [data.draw(st.integers(0, min(5, 14 - n))) for n in held]
+        columns = max(1, *counts)
+        chunk = torch.zeros(3, columns, dtype=torch.int64)
+        for row, count in enumerate(counts):
+            chunk[row, :count] = x[row, held[row] : held[row] + count]
+        logits = model(chunk, cache, counts=counts)
+        for row, count in enumerate(counts):
+            torch.testing.assert_close(logits[row, :count], alone[row][held[row] : held[row] + count], **CLOSE)
+        held = [n + count for n, count in zip(held, counts, strict=True)]
+
+
+@PATHS
+def test_padding_on_the_right_changes_nothing_without_a_cache_either(path):
+    model, x = tiny_model(windows=(None, 3)), tokens(2, 8)
+    model.attention = path
+    padded = model(x, counts=[8, 3])
+    torch.testing.assert_close(padded[1, :3], model(x[1:, :3])[0], **CLOSE)
+
+
+@PATHS
+def test_changing_a_token_moves_no_earlier_logit(path):
+    model, x = tiny_model(), tokens()
+    model.attention = path
+    changed = x.clone()
+    changed[0, 8] = (x[0, 8] + 1) % 97
+    before, after = model(x), model(changed)
+    assert torch.equal(before[:, :8], after[:, :8])
+    assert (before[:, 8:] - after[:, 8:]).abs().amax(-1).min() > 1e-3
+
+
+@pytest.mark.parametrize("length", [3, 4, 5, 9])
+@pytest.mark.parametrize("chunk", [1, 3, 4, 6])
+def test_a_window_holds_through_chunks_and_steps(length, chunk):
+    """Prompts shorter and longer than the window of 4, whole and in chunks, then 6 steps: all as without a cache."""
+    model, x = tiny_model(windows=4), tokens(1, 15)
+    cache = KVCache(model.config, 1, 15)
+    got = [model(piece, cache) for piece in x[:, :length].split(chunk, dim=1)]
+    got += [model(x[:, i : i + 1], cache) for i in range(length, length + 6)]
+    torch.testing.assert_close(torch.cat(got, 1), model(x[:, : length + 6]), **CLOSE)
+
+
+def test_embedding_is_a_row_of_the_table():
+    """embed(ids) is one-hot times the table."""
+    model, x = tiny_model(), tokens()
+    one_hot = torch.nn.functional.one_hot(x, 97).float()
+    torch.testing.assert_close(model.embed(x), one_hot @ model.embed.weight)
+
+
+def test_forward_is_trunk_then_head():
+    model, x = tiny_model(), tokens()
+    assert torch.equal(model(x), model.head(model.trunk(x)))
+    assert model(x).shape == (1, 12, 97)
+    assert model.trunk(x).shape == (1, 12, 64)
+
+
+def test_the_paths_agree_through_the_whole_model():
+    model, x = tiny_model(windows=(None, 5), qk_norm=True), tokens(2)
+    fused = model(x)
+    model.attention = "explicit"
+    torch.testing.assert_close(model(x), fused, **CLOSE)
+    model.attention = "magic"
+    with pytest.raises(ValueError, match="must be one of fused, explicit, not 'magic'"):
+        model(x)
+
+
+def test_layers_may_turn_differently():
+    ropes = (RopeConfig(), RopeConfig(theta=1e6))
+    model, x = tiny_model(rope=ropes), tokens()
+    same = tiny_model(rope=RopeConfig())
+    assert (model(x) - same(x)).abs().max() > 0.1
+    cache = KVCache(model.config, 1, 12)
+    pieces = [model(piece, cache) for piece in x.split(5, dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, 1), model(x), **CLOSE)
+
+
+def test_a_tied_head_is_the_embedding_and_an_untied_one_is_not():
+    tied, untied = tiny_model(tied_head=True), tiny_model()
+    assert tied.lm_head.weight is tied.embed.weight
+    assert untied.lm_head.weight is not untied.embed.weight
+    assert "lm_head.weight" not in dict(tied.named_parameters())
+
+
+def test_initial_weights_are_drawn_as_the_docstring_says():
+    torch.manual_seed(0)
+    model = Decoder(tiny_config(dim=256, ffn_dim=512, n_layers=4, qkv_bias=True))
+    stds = {name: p.std().item() for name, p in model.named_parameters() if p.dim() == 2}
+    for name, std in stds.items():
+        wanted = 0.02 / 8**0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+        assert std == pytest.approx(wanted, rel=0.05), name
+    for name, p in model.named_parameters():
+        if p.dim() == 1:
+            assert torch.equal(p, torch.ones_like(p) if "norm" in name else torch.zeros_like(p)), name
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (torch.zeros(5, dtype=torch.int64), r"shape \(B, T\).*not int64 of shape \(5,\)"),
+        (torch.zeros(1, 0, dtype=torch.int64), r"at least \(1, 1\), not int64 of shape \(1, 0\)"),
+        (torch.zeros(1, 5), "not float32 of shape"),
+    ],
+)
+def test_tokens_of_the_wrong_kind_are_refused(bad, words):
+    with pytest.raises(ValueError, match=words):
+        tiny_model()(bad)
+
+
+def test_a_cache_of_another_batch_or_dtype_is_refused():
+    model = tiny_model()
+    with pytest.raises(ValueError, match="the cache has 2 rows and tokens has 1"):
+        model(tokens(), KVCache(model.config, 2, 20))
+    with pytest.raises(ValueError, match=r"bfloat16 on cpu and the model torch\.float32.*KVCache\(…, device="):
+        model(tokens(), KVCache(model.config, 1, 20, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="counts must be 1 numbers from 0 to 12"):
+        model(tokens(), counts=[13])
+
+
+def test_what_the_cache_keeps_carries_no_gradient():
+    """A loop without no_grad, as in a notebook, must not chain every step to the one before."""
+    model, cache = tiny_model(), KVCache(tiny_config(), 1, 20)
+    logits = model(tokens(), cache)
+    assert logits.requires_grad
+    assert not cache.keys.requires_grad
+    assert not cache.values.requires_grad
+
+
+def test_training_reaches_every_parameter():
+    """The loss is the caller's: cross_entropy(model(x), y)."""
+    model, x = tiny_model(qkv_bias=True, o_bias=True, ffn_bias=True, qk_norm=True).train(), tokens(2)
+    loss = torch.nn.functional.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        if not name.endswith("k_proj.bias"):  # adds the same to every score of a query, up to rounding, before the turn
+            assert parameter.grad.abs().max() > 0, name
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_computes_what_the_cpu_does(dtype):
+    model, x = tiny_model(windows=(None, 5)).to(dtype), tokens(2)
+    wanted = model(x).float()
+    model = model.cuda()
+    cache = KVCache(model.config, 2, 12, device="cuda", dtype=dtype)
+    got = torch.cat([model(piece.cuda(), cache) for piece in x.split(5, dim=1)], 1).float().cpu()
+    torch.testing.assert_close(got, wanted, atol=1e-4 if dtype == torch.float32 else 0.1, rtol=0)
