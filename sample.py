@@ -20,7 +20,8 @@ from nanodecoder import cli
 from nanodecoder.attention import PATHS
 from nanodecoder.checkpoint import DTYPES
 from nanodecoder.cli import UsageError, option
-from nanodecoder.generate import default_sampler, draw_seeds, prompt_to_ids
+from nanodecoder.generate import Step, default_sampler, draw_seeds, end_ids, prompt_to_ids
+from nanodecoder.tokenizer import Stream
 
 BUNDLED = Path(__file__).parent / "weights" / "shakespeare"
 
@@ -95,8 +96,7 @@ def main(argv: Sequence[str]) -> None:
                 ids,
                 max_new_tokens=options.max_new_tokens,
                 seed=seed,
-                stop_ids=() if options.ignore_eos else tokenizer.eos_ids,
-                ignore_eos=options.ignore_eos,
+                eos_ids=() if options.ignore_eos else end_ids(model, tokenizer),
             )
     except ValueError as error:
         raise UsageError(str(error)) from None
@@ -134,13 +134,13 @@ def _to_ids(tokenizer: nd.Tokenizer, text: str) -> list[int]:
 class Printer:
     """Prints several texts one after the other although they grow together: the first unfinished one as it comes."""
 
-    def __init__(self, streams: Sequence[nd.tokenizer.Stream], echoes: Sequence[str], out: TextIO) -> None:
+    def __init__(self, streams: Sequence[Stream], echoes: Sequence[str], out: TextIO) -> None:
         self.streams, self.out = streams, out
         self.waiting = list(echoes)  # what each row has to say and has not said
         self.ended = [False] * len(streams)
         self.current = 0
 
-    def show(self, step: nd.generate.Step) -> None:
+    def show(self, step: Step) -> None:
         for row, index, reason in zip(step.rows, step.ids.tolist(), step.reasons, strict=True):
             if reason != "eos":
                 self.waiting[row] += self.streams[row].push(index)
@@ -181,7 +181,7 @@ class Run:
         self.reasons: list[str] = []
         self.started = self.first = self.last = time.perf_counter()
 
-    def count(self, step: nd.generate.Step, stepper: nd.Stepper) -> None:
+    def count(self, step: Step, stepper: nd.Stepper) -> None:
         cli.synchronize(self.device)
         self.last = time.perf_counter()
         if self.forwards == 0:

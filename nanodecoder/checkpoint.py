@@ -13,10 +13,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +38,8 @@ CONFIG, WEIGHTS, INDEX, GENERATION = (
     "generation_config.json",
 )
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+READERS = 4  # threads that copy tensors from disk
+MAX_HEADER = 100_000_000  # bytes; the safetensors format's own limit
 # Tensors that some files hold and that say nothing a config does not say.
 HARMLESS_TENSORS = ("rotary_emb.inv_freq",)
 # Keys of generation_config.json that change no token here, and the values at which the others change none.
@@ -180,6 +185,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             raise CheckpointError(
                 f"{path} has {size} bytes, and its header alone would need {8 + length if size >= 8 else 8}; {again}"
             )
+        if length > MAX_HEADER:
+            raise CheckpointError(f"{path} claims a header of {length} bytes, and none is longer than {MAX_HEADER}; {again}")
         try:
             header = json.loads(file.read(length))
         except (ValueError, RecursionError):
@@ -204,12 +211,14 @@ class Reader:
     def __init__(self, tensors: dict[str, StoredTensor]) -> None:
         self.tensors = tensors
         self._open: dict[Path, Any] = {}
+        self._lock = Lock()
 
     def __getitem__(self, name: str) -> Tensor:
         path = self.tensors[name].file
         try:
-            if path not in self._open:
-                self._open[path] = safe_open(path, framework="pt")
+            with self._lock:
+                if path not in self._open:
+                    self._open[path] = safe_open(path, framework="pt")
             return self._open[path].get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(f"{path} cannot be read as safetensors ({error}); download it again") from None
@@ -243,7 +252,10 @@ def load_model(
     with torch.device("meta"):
         model = Decoder(config)
     source = _match(model, family, tensors, where)
-    state = {name: _fetch(reader[stored], device, target) for name, stored in source.items()}
+    # Several at a time, since most of it is waiting: for the disk, and for fresh pages of memory.
+    with ThreadPoolExecutor(READERS) as pool:
+        copies = pool.map(lambda stored: _fetch(reader[stored], device, target), source.values())
+        state = dict(zip(source, copies, strict=True))
     if config.tied_head:
         state["lm_head.weight"] = state["embed.weight"]
     model.load_state_dict(state, strict=True, assign=True)
@@ -384,10 +396,20 @@ def _tokenizer_ends(folder: Path) -> list[int]:
     added = raw.get("added_tokens_decoder")
     if isinstance(added, dict):
         return [int(index) for index, token in added.items() if token_text(token) == content and index.isdecimal()]
-    if not (folder / "tokenizer.json").is_file():
+    return [token["id"] for token in _added_tokens(folder / "tokenizer.json") if token_text(token) == content]
+
+
+def _added_tokens(path: Path) -> list[dict[str, Any]]:
+    """tokenizer.json's added tokens, which stand before its vocabulary: parsing megabytes of that would slow every start."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        key = re.search(r'"added_tokens"\s*:\s*(?=\[)', text)
+        tokens = json.JSONDecoder().raw_decode(text, key.end())[0] if key else []
+    except FileNotFoundError:
         return []
-    tokens = read_json(folder / "tokenizer.json").get("added_tokens")
-    return [token["id"] for token in tokens or [] if token_text(token) == content and isinstance(token.get("id"), int)]
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); download it again") from None
+    return [token for token in tokens if isinstance(token, dict) and isinstance(token.get("id"), int)]
 
 
 def token_text(token: Any) -> str | None:

@@ -32,7 +32,8 @@ class Step:
     """One column of new ids.
 
     rows: whose ids these are; ids (B,) int64 on the CPU, NO_TOKEN where a row had ended before; reasons (B,): why a row ended
-    with this id, "eos", "length" or "context", else None; logprobs (B,) float32 if asked for: of the ids, by the raw model.
+    with this id ("eos", "stop", "length" or "context"), else None; logprobs (B,) float32 if asked for: of the ids, by the raw
+    model.
     """
 
     rows: tuple[int, ...]
@@ -53,6 +54,7 @@ class _Row:
     reason_at_limit: str
     seed: int
     settings: Sampler
+    eos_ids: frozenset[int]
     stop_ids: frozenset[int]
 
 
@@ -91,15 +93,16 @@ class Stepper:
         ids: Sequence[int],
         *,
         max_new_tokens: int = 50,
-        seed: int = 0,
+        seed: int | None = None,
         sampler: Sampler | None = None,
         stop_ids: Sequence[int] = (),
-        ignore_eos: bool = False,
+        eos_ids: Sequence[int] | None = None,
     ) -> int:
         """Add a prompt; -> its row number, counted from 0 and never used again.
 
-        A row ends with one of the checkpoint's end ids (unless `ignore_eos`) or of `stop_ids`, after `max_new_tokens`, or where
+        A row ends with one of `eos_ids` (the checkpoint's own, if not given) or of `stop_ids`, after `max_new_tokens`, or where
         the context ends: a context of L and a prompt of P allow L - P + 1 new tokens, since the last one need not be fed.
+        Without a seed one is drawn.
         Raises ValueError for an empty prompt, an id outside the vocabulary, or a prompt longer than the context.
         """
         config, prompt = self.model.config, [int(index) for index in ids]
@@ -116,7 +119,6 @@ class Stepper:
                 f"the prompt has {len(prompt)} tokens, {max_new_tokens} new ones are asked for, and the context holds "
                 f"{config.max_seq_len}: shorten the prompt"
             )
-        ends = frozenset(stop_ids) | (frozenset() if ignore_eos else frozenset(self.model.generation.eos_ids))
         own = sampler if sampler is not None else self.sampler if isinstance(self.sampler, Sampler) else Sampler()
         row = _Row(
             number=self._added,
@@ -125,9 +127,10 @@ class Stepper:
             prompt_length=len(prompt),
             limit=min(max_new_tokens, room),
             reason_at_limit="length" if max_new_tokens <= room else "context",
-            seed=seed,
+            seed=draw_seeds(1)[0] if seed is None else seed,
             settings=own,
-            stop_ids=ends,
+            eos_ids=frozenset(self.model.generation.eos_ids if eos_ids is None else eos_ids),
+            stop_ids=frozenset(stop_ids),
         )
         self._added += 1
         if row.limit > 0:
@@ -166,8 +169,10 @@ class Stepper:
     def _accept(self, row: _Row, index: int) -> str | None:
         """Append an id to its row; -> why the row ends with it, if it does."""
         row.ids.append(index)
-        if index in row.stop_ids:
+        if index in row.eos_ids:
             return "eos"
+        if index in row.stop_ids:
+            return "stop"
         return row.reason_at_limit if len(row.ids) - row.prompt_length == row.limit else None
 
     def _last_logits(self) -> Tensor:
@@ -222,6 +227,7 @@ def generate(
     max_new_tokens: int = 50,
     seeds: Sequence[int] | None = None,
     stop_ids: Sequence[int] = (),
+    eos_ids: Sequence[int] | None = None,
     ignore_eos: bool = False,
     use_cache: bool = True,
     logprobs: bool = False,
@@ -230,7 +236,8 @@ def generate(
     """Continue prompts (lists of ids, of any lengths) together, yielding one column of new ids per forward pass.
 
     `break` stops early. Each row gets the ids that it would get alone. How to sample: `sampler`, or what `Sampler` takes as
-    keywords, else the checkpoint's defaults (greedy if it has none). `seeds`: one per row; unset, drawn.
+    keywords, else the checkpoint's defaults (greedy if it has none). `seeds`: one per row; unset, drawn. A row ends as in
+    `Stepper.add`; `ignore_eos` is `eos_ids=()`.
     Raises ValueError, before the first step, for what `Stepper.add` refuses.
     """
     if settings:
@@ -245,7 +252,7 @@ def generate(
         raise ValueError(f"{len(seeds)} seeds for {len(rows)} prompts; give one per prompt")
     stepper = Stepper(model, sampler=sampler, use_cache=use_cache, logprobs=logprobs)
     for prompt, seed in zip(rows, seeds, strict=True):
-        stepper.add(prompt, max_new_tokens=max_new_tokens, seed=seed, stop_ids=stop_ids, ignore_eos=ignore_eos)
+        stepper.add(prompt, max_new_tokens=max_new_tokens, seed=seed, stop_ids=stop_ids, eos_ids=() if ignore_eos else eos_ids)
     return _columns(stepper, len(rows))
 
 
@@ -271,8 +278,9 @@ class Completion:
     """What became of one prompt.
 
     text: the new text only; ids: the new ids, without the end id; prompt_ids: what went in; finish_reason: "eos" (an end id),
-    "length" (max_new_tokens: the text may be unfinished) or "context" (the model's context is full); forwards: passes
-    that the row took part in; seed: the row's own; logprobs: of the ids, by the raw model, if asked for.
+    "stop" (one of the caller's stop_ids), "length" (max_new_tokens: the text may be unfinished) or "context" (the model's
+    context is full); forwards: passes that the row took part in; seed: the row's own; logprobs: of the ids, by the raw model,
+    if asked for.
     """
 
     text: str
@@ -301,8 +309,8 @@ def complete(
     batch = [prompts] if isinstance(prompts, str) else prompts.tolist() if isinstance(prompts, Tensor) else list(prompts)
     prompt_ids = [prompt_to_ids(tokenizer, prompt) for prompt in batch]
     seeds = draw_seeds(len(batch)) if seeds is None else list(seeds)
-    if tokenizer is not None and not options.get("ignore_eos"):
-        options["stop_ids"] = (*options.get("stop_ids", ()), *tokenizer.eos_ids)
+    if tokenizer is not None and options.get("eos_ids") is None:
+        options["eos_ids"] = end_ids(model, tokenizer)
 
     new: list[list[int]] = [[] for _ in batch]
     scores: list[list[float]] = [[] for _ in batch]
@@ -314,7 +322,7 @@ def complete(
                 continue
             forwards[row] += 1
             reasons[row] = reason or reasons[row]
-            if reason != "eos":
+            if reason not in ("eos", "stop"):
                 new[row].append(index)
                 if step.logprobs is not None:
                     scores[row].append(float(step.logprobs[row]))
@@ -358,6 +366,11 @@ def prompt_to_ids(tokenizer: Tokenizer | None, prompt: str | Sequence[int]) -> l
         raise ValueError("the prompt is empty, and the tokenizer has neither BOS nor newline to start from; give a prompt")
     warnings.warn("the tokenizer has no BOS: the empty prompt starts from a newline", stacklevel=2)
     return ids
+
+
+def end_ids(model: Decoder, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Every id that ends a text, whichever of the checkpoint's files names it."""
+    return tuple(dict.fromkeys((*model.generation.eos_ids, *tokenizer.eos_ids)))
 
 
 def default_sampler(model: Decoder, **settings: Any) -> Sampler:

@@ -51,14 +51,16 @@ class Decoder(nn.Module):
         self.config = config
         self.generation = GenerationConfig()
         self.attention = "fused"
-        self.embed = nn.Embedding(config.vocab_size, config.dim)
+        # From an empty table, because nn.Embedding would draw one: on the meta device that imports all of torch's compiler.
+        self.embed = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.dim), freeze=False)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tied_head:
             self.lm_head.weight = self.embed.weight
         self._frequencies = {rope: frequencies(rope, config.head_dim) for rope in set(config.rope)}
-        init_weights(self)
+        if not self.embed.weight.is_meta:  # there is nothing to draw where a checkpoint will be put
+            init_weights(self)
 
     @property
     def device(self) -> torch.device:

@@ -98,7 +98,7 @@ MUTANTS = [
     Mutant("half characters shown", "tokenizer", 'codecs.getincrementaldecoder("utf-8")("replace")', 'type("Hasty", (), {"decode": lambda self, b, final=False: b.decode("utf-8", "replace")})()', "test_tokenizer"),
     Mutant("unfinished bytes swallowed", "tokenizer", 'return self._characters.decode(b"", final=True)', 'return ""', "test_tokenizer"),
     # ---- sampler
-    Mutant("crossing token dropped", "sampler", "dropped[:, -1] = False", "dropped[:, :-1] = dropped[:, 1:].clone() | dropped[:, :-1]\n    dropped[:, -1] = False", "test_sampler"),
+    Mutant("crossing token dropped", "sampler", "dropped[:, -1] = False", "dropped[:, 1:] = dropped[:, 1:] | dropped[:, :-1].clone()\n    dropped[:, -1] = False", "test_sampler"),
     Mutant("nothing left for a tiny p", "sampler", "dropped[:, -1] = False", "pass", "test_sampler"),
     Mutant("ids not mapped back after the sort", "sampler", "dropped.scatter(-1, ids, dropped)", "dropped", "test_sampler"),
     Mutant("temperature after truncation", "sampler", "logits - best) / temperature", "logits - best) / 1.0", "test_sampler"),
@@ -111,7 +111,7 @@ MUTANTS = [
     # ---- generate
     Mutant("last column for every row", "generate", "torch.tensor(counts, device=x.device) - 1]", "torch.full((len(x),), x.shape[1] - 1)]", "test_generate"),
     Mutant("one token too few before the context's end", "generate", "room = config.max_seq_len - len(prompt) + 1", "room = config.max_seq_len - len(prompt)", "test_generate"),
-    Mutant("end id kept in the text", "generate", 'if reason != "eos":', "if True:", "test_generate"),
+    Mutant("end id kept in the text", "generate", 'if reason not in ("eos", "stop"):', "if True:", "test_generate"),
     Mutant("ended rows stay", "generate", "if len(kept) == len(self._rows):\n            return\n        self._rows", "if kept:\n            return\n        self._rows", "test_generate"),
     Mutant("log-probabilities after temperature", "generate", "logits.float().log_softmax(-1)", "(logits.float() / 0.5).log_softmax(-1)", "test_generate"),
     Mutant("training mode stays", "generate", "model.eval()\n    try", "pass\n    try", "test_generate"),

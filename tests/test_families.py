@@ -111,6 +111,7 @@ def test_qwens_window_is_off_unless_switched_on_and_slides_from_a_layer_on():
     assert windows(use_sliding_window=True, sliding_window=4, max_window_layers=2) == (None, None, 4, 4)
     types = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
     assert windows(use_sliding_window=True, sliding_window=4, max_window_layers=2, layer_types=types) == (4, None, None, 4)
+    assert windows(use_sliding_window=False, sliding_window=4, layer_types=types) == (None,) * 4
     assert windows(use_sliding_window=True, sliding_window=None, max_window_layers=2) == (None,) * 4
     assert windows(use_sliding_window=True, max_window_layers=3) == (None, None, None, 4096)
 

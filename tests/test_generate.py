@@ -138,7 +138,7 @@ def test_any_end_id_ends_and_ignore_eos_ends_nothing():
     assert cut.finish_reason == "eos"
     assert nd.complete(model, None, PROMPTS[:1], max_new_tokens=10, ignore_eos=True)[0].ids == free
     asked = nd.complete(model, None, PROMPTS[:1], max_new_tokens=10, stop_ids=[free[0]], ignore_eos=True)[0]
-    assert (asked.ids, asked.finish_reason) == ([], "eos")
+    assert (asked.ids, asked.finish_reason) == ([], "stop")
 
 
 def test_only_a_generated_end_id_ends_a_row_not_one_in_the_prompt():

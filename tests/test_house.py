@@ -58,6 +58,15 @@ def test_the_public_surface_is_what_is_there():
         assert getattr(nanodecoder, name).__doc__, name
 
 
+def test_loading_a_checkpoint_does_not_import_torchs_compiler():
+    """It takes seconds, and only --compile needs it."""
+    from conftest import FIXTURES
+
+    code = f"import sys, nanodecoder as nd; nd.load_model({str(FIXTURES / 'qwen3')!r}); print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+
+
 def test_importing_has_no_effects():
     code = f"""
 import sys, torch, threading
