@@ -62,24 +62,24 @@ def main(argv: Sequence[str]) -> None:
         if not options.quiet:
             print(sentence, file=sys.stderr)
 
+    ckpt = BUNDLED if options.ckpt is None else options.ckpt
     if options.ckpt is None and not BUNDLED.is_dir():
         raise UsageError("no model is bundled yet: give a checkpoint folder, --ckpt DIR")
     if options.num_samples < 1:
         raise UsageError(f"--num_samples must be 1 or above, not {options.num_samples}")
     device = cli.choose_device(options.device)
-    dtype, fallback = cli.choose_dtype(options.dtype, device)
-    if fallback:
-        notice(fallback)
-    texts = [_read_stdin() if text == "-" else text for text in options.prompt or [""]]
+    texts = read_prompts(options.prompt or [""])
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = nd.load_model(options.ckpt or BUNDLED, device, dtype)
+        dtype, fallback = cli.choose_dtype(options.dtype, device, ckpt)
+        model = nd.load_model(ckpt, device, dtype)
         model.attention = options.attention
-        tokenizer = nd.Tokenizer.load(options.ckpt or BUNDLED)
-        prompts = [ids for text in texts for ids in [_to_ids(tokenizer, text)] * options.num_samples]
-    for warning in caught:
-        notice(str(warning.message))
+        tokenizer = nd.Tokenizer.load(ckpt)
+        prompts = [ids for text in texts for ids in [to_ids(tokenizer, text)] * options.num_samples]
+    for sentence in [fallback, *(str(warning.message) for warning in caught)]:
+        if sentence:
+            notice(sentence)
 
     settings = {
         name: value
@@ -105,26 +105,39 @@ def main(argv: Sequence[str]) -> None:
         notice(f"{', '.join(idle)} changes nothing at temperature 0 (greedy): add --temperature 0.8")
 
     echoes = [text if options.echo else "" for text in texts for _ in range(options.num_samples)]
+    if sys.stdout is None:
+        raise UsageError("stdout is closed, and the text would go there")
     printer = Printer([tokenizer.stream(after=ids) for ids in prompts], echoes, sys.stdout)
     run = Run(device, prompts, options.max_new_tokens)
-    try:
-        while len(stepper):
+    while len(stepper):
+        try:
             step = stepper.step()
-            run.count(step, stepper)
-            printer.show(step)
-    except ValueError as error:  # logits that are not numbers
-        raise nd.CheckpointError(str(error)) from None
+        except ValueError as error:  # logits that are not numbers
+            raise nd.CheckpointError(str(error)) from None
+        run.count(step, stepper)
+        printer.show(step)
     printer.close()
     drawn = "" if sampler.temperature == 0 else f", seed {seeds[0]}"
     notice(run.summary(model.config.max_seq_len) + drawn)
 
 
-def _read_stdin() -> str:
-    """All of stdin, without the newline that ends its last line."""
-    return sys.stdin.read().removesuffix("\n")
+def read_prompts(given: Sequence[str]) -> list[str]:
+    """The prompts as text, with - read from stdin. Raises UsageError for what is not UTF-8, or for stdin asked for twice."""
+    if given.count("-") > 1:
+        raise UsageError("--prompt - is given twice, and stdin can be read once")
+    if "-" in given and sys.stdin is None:
+        raise UsageError("--prompt - reads stdin, which is closed")
+    try:
+        texts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in given]
+        for text in texts:
+            text.encode()  # an argument that is not UTF-8 arrives with halves of characters in it
+    except UnicodeError as error:
+        raise UsageError(f"the prompt is not UTF-8 ({error.reason}, at {error.start})") from None
+    return texts
 
 
-def _to_ids(tokenizer: nd.Tokenizer, text: str) -> list[int]:
+def to_ids(tokenizer: nd.Tokenizer, text: str) -> list[int]:
+    """A prompt's ids, with BOS for an empty one."""
     try:
         return prompt_to_ids(tokenizer, text)
     except ValueError as error:
@@ -190,7 +203,7 @@ class Run:
         self.forwards = stepper.forwards
         self.new_tokens += len(step.rows)
         for row, reason in zip(step.rows, step.reasons, strict=True):
-            self.lengths[row] += 1
+            self.lengths[row] += reason is None  # the last token is not fed
             if reason is not None:
                 self.reasons.append(reason)
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from .cache import LayerCache, Placement
 from .config import ModelConfig
-from .layers import RMSNorm
-from .rope import rotate
+from .layers import make_norm, soft_cap
+from .rope import Turn, rotate
 
 PATHS = ("fused", "explicit")
 
@@ -67,11 +67,11 @@ def sight(at: Placement, window: int | None, path: str) -> Sight:
     return Sight(mask=visible(queries, keys, window)[:, None])
 
 
-def explicit_attention(q: Tensor, k: Tensor, v: Tensor, see: Sight, scale: float) -> Tensor:
+def explicit_attention(q: Tensor, k: Tensor, v: Tensor, see: Sight, scale: float, softcap: float | None = None) -> Tensor:
     """softmax(q kᵀ · scale) v, written out. q (B, H, T, D); k, v (B, Hkv, S, D) -> (B, H, T, D)"""
     n_kv_heads = k.shape[1]
     q = q.unflatten(1, (n_kv_heads, -1))  # (B, Hkv, G, T, D): query heads beside the key/value head they share
-    scores = q @ k[:, :, None].mT * scale  # (B, Hkv, G, T, S)
+    scores = soft_cap(q @ k[:, :, None].mT * scale, softcap)  # (B, Hkv, G, T, S)
     scores = scores.masked_fill(~see.mask[:, None], float("-inf"))
     weights = scores.float().softmax(dim=-1).to(v.dtype)
     return (weights @ v[:, :, None]).flatten(1, 2)
@@ -86,7 +86,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, see: Sight, scale: float) -
     groups = n_heads // n_kv_heads
     mask = None if see.mask is None else see.mask.repeat(1, 1, groups, 1)  # (B or 1, 1, G · T, S)
     folded = q.reshape(q.shape[0], n_kv_heads, groups * columns, -1)
-    return F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale).view(q.shape)
+    return F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale).reshape(q.shape)
 
 
 class Attention(nn.Module):
@@ -94,30 +94,48 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
-        self.scale = config.head_dim**-0.5
+        self.head_dim = config.head_dim
+        self.scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
+        self.softcap = config.attn_softcap
         self.q_proj = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=config.o_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        per_head = config.qk_norm == "head"
+        self.q_norm = make_norm(config, config.head_dim * (1 if per_head else config.n_heads)) if config.qk_norm else None
+        self.k_norm = make_norm(config, config.head_dim * (1 if per_head else config.n_kv_heads)) if config.qk_norm else None
+        self.norm_per_head = per_head
 
     def forward(
         self,
         x: Tensor,
-        turn: tuple[Tensor, Tensor],
+        turn: Turn | None,
         see: Sight,
         cache: LayerCache | None = None,
         path: str = "fused",
     ) -> Tensor:
-        """x (B, T, dim); `turn` the cosines and sines of the positions; `see` who sees whom; `cache` this layer's slots."""
-        q = self.q_norm(self.q_proj(x).unflatten(-1, (self.n_heads, self.head_dim))).transpose(1, 2)  # (B, H, T, D)
-        k = self.k_norm(self.k_proj(x).unflatten(-1, (self.n_kv_heads, self.head_dim))).transpose(1, 2)  # (B, Hkv, T, D)
-        v = self.v_proj(x).unflatten(-1, (self.n_kv_heads, self.head_dim)).transpose(1, 2)  # (B, Hkv, T, D)
-        q, k = rotate(q, *turn), rotate(k, *turn)
+        """x (B, T, dim); `turn` the positions' angles; `see` who sees whom; `cache` this layer's slots."""
+        q = self._heads(self.q_proj(x), self.q_norm)  # (B, H, T, D)
+        k = self._heads(self.k_proj(x), self.k_norm)  # (B, Hkv, T, D)
+        v = self._heads(self.v_proj(x))  # (B, Hkv, T, D)
+        if turn is not None:
+            q, k = rotate(q, turn), rotate(k, turn)
         if cache is not None:
             k, v = cache.extend(k, v)  # (B, Hkv, S, D)
-        attend = fused_attention if path == "fused" else explicit_attention
-        out = attend(q, k, v, see, self.scale)  # (B, H, T, D)
+        out = self.attend(q, k, v, see, path)  # (B, H, T, D)
         return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
+        """(B, T, heads · D) -> (B, heads, T, D), normed before or after the heads part, as `norm` wants it."""
+        if norm is not None and not self.norm_per_head:
+            x = norm(x)
+        x = x.unflatten(-1, (-1, self.head_dim))
+        if norm is not None and self.norm_per_head:
+            x = norm(x)
+        return x.transpose(1, 2)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, see: Sight, path: str) -> Tensor:
+        """Mix values by how well their keys meet the queries. q (B, H, T, D); k, v (B, Hkv, S, D) -> (B, H, T, D)"""
+        if path == "explicit":
+            return explicit_attention(q, k, v, see, self.scale, self.softcap)
+        return fused_attention(q, k, v, see, self.scale)

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 
 import torch
 from torch import Tensor
@@ -27,14 +28,21 @@ class Placement:
     """Where the T new tokens of each row go in one pass. Everything here is known on the host, so no device is waited for.
 
     starts and counts (B,): row b's real tokens are the first counts[b] of the T columns; the first lies at position starts[b].
-    extent: how many slots the pass reads, enough for the longest row.
+    longest (B,): how many tokens each row has held at most since it was empty. extent: how many slots the pass reads, enough
+    for the longest row.
     """
 
     starts: tuple[int, ...]
     counts: tuple[int, ...]
+    longest: tuple[int, ...]
     columns: int
     extent: int
     device: torch.device
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """(B,) how many tokens each row holds after the pass."""
+        return tuple(start + count for start, count in zip(self.starts, self.counts, strict=True))
 
     @property
     def uniform(self) -> bool:
@@ -104,21 +112,24 @@ class KVCache:
             raise ValueError(f"a cache needs at least 1 row and 1 slot, not {batch_size} and {max_seq_len}")
         self._allocate(config.n_layers, batch_size, config.n_kv_heads, max_seq_len, config.head_dim, device, dtype)
         self._lengths = [0] * batch_size
+        self._longest = [0] * batch_size
 
     def _allocate(self, *shape_and_place: object) -> None:
         *shape, device, dtype = shape_and_place
         # Not zeroed here: `_uncover` zeroes slots before they first come into view, and an untouched page costs no memory.
+        device = torch.device(device)
         try:
             with torch.inference_mode(False):  # ordinary tensors, usable in and out of inference mode
-                self.keys = torch.empty(shape, device=device, dtype=dtype)
-                self.values = torch.empty(shape, device=device, dtype=dtype)
-        except RuntimeError as error:  # torch's out-of-memory errors are of this kind, on every device
+                keys, values = (torch.empty(shape, device=device, dtype=dtype) for _ in range(2))
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
             wanted = 2 * math.prod(shape) * dtype.itemsize
             raise MemoryError(
                 f"a cache of {shape[1]} rows of {shape[3]} tokens needs {wanted / 2**20:,.0f} MiB, which could not be had on "
                 f"{device}: ask for fewer new tokens, a shorter prompt or fewer rows ({str(error).splitlines()[0]})"
             ) from None
-        self._clean = 0
+        self.keys, self.values, self._clean = keys, values, 0  # both or neither
 
     def __repr__(self) -> str:
         return f"KVCache(lengths={self._lengths}, max_seq_len={self.max_seq_len}, {self.dtype}, {self.device})"
@@ -158,7 +169,7 @@ class KVCache:
                 )
         extent = max(1, max(length + count for length, count in zip(self._lengths, real, strict=True)))
         self._uncover(extent)
-        return Placement(tuple(self._lengths), real, columns, extent, self.device)
+        return Placement(tuple(self._lengths), real, tuple(self._longest), columns, extent, self.device)
 
     def _uncover(self, extent: int) -> None:
         """Zero slots, a block at a time, before a pass first reads that far.
@@ -179,29 +190,33 @@ class KVCache:
 
     def advance(self, placement: Placement) -> None:
         """Count the pass's tokens as held, once all layers have written them."""
-        self._lengths = [start + count for start, count in zip(placement.starts, placement.counts, strict=True)]
+        self._lengths = list(placement.lengths)
+        self._longest = [max(pair) for pair in zip(self._longest, self._lengths, strict=True)]
 
     def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:
         """Forget all but the first `lengths` tokens of every row (one number, or one per row).
 
         Raises ValueError when a row holds fewer than that.
         """
-        wanted = [lengths] * self.batch_size if isinstance(lengths, int) else [int(n) for n in lengths]
+        each = list(lengths) if isinstance(lengths, (Sequence, Tensor)) and not _scalar(lengths) else None
+        wanted = [index(lengths)] * self.batch_size if each is None else [index(n) for n in each]
         if len(wanted) != self.batch_size:
             raise ValueError(f"{len(wanted)} lengths for {self.batch_size} rows")
         for row, (length, keep) in enumerate(zip(self._lengths, wanted, strict=True)):
             if not 0 <= keep <= length:
                 raise ValueError(f"row {row} holds {length} tokens and cannot be truncated to {keep}")
         for row, (length, keep) in enumerate(zip(self._lengths, wanted, strict=True)):
-            # A row may be dropped because it produced NaN, which even a weight of 0 would let through.
-            self.keys[:, row, :, keep:length] = 0
-            self.values[:, row, :, keep:length] = 0
+            if keep < length:
+                # A row may be dropped because it produced NaN, which even a weight of 0 would let through.
+                self.keys[:, row, :, keep:length] = 0
+                self.values[:, row, :, keep:length] = 0
         self._lengths = wanted
+        self._longest = [longest if keep else 0 for longest, keep in zip(self._longest, wanted, strict=True)]
 
     def select(self, rows: Sequence[int | None] | Tensor) -> None:
         """Keep these rows, in this order. A row may be named more than once (several continuations of one prompt), and None
         stands for a new, empty one."""
-        kept = [None if row is None else int(row) for row in rows]
+        kept = [None if row is None else index(row) for row in rows]
         if not kept or not all(row is None or 0 <= row < self.batch_size for row in kept):
             raise ValueError(f"rows must be one or more of 0 to {self.batch_size - 1}, or None, not {kept}")
         self._copy(kept, self.max_seq_len)
@@ -214,10 +229,11 @@ class KVCache:
 
     def _copy(self, rows: Sequence[int | None], max_seq_len: int) -> None:
         """Move the held tokens of these rows into new buffers."""
-        old_keys, old_values, old_lengths = self.keys, self.values, self._lengths
+        old_keys, old_values, old_lengths, old_longest = self.keys, self.values, self._lengths, self._longest
         n_layers, _, n_kv_heads, _, head_dim = old_keys.shape
         self._allocate(n_layers, len(rows), n_kv_heads, max_seq_len, head_dim, self.device, self.dtype)
         self._lengths = [0 if row is None else old_lengths[row] for row in rows]
+        self._longest = [0 if row is None else old_longest[row] for row in rows]
         self._uncover(max(self._lengths))
         for new, old in enumerate(rows):
             held = self._lengths[new]
@@ -225,16 +241,29 @@ class KVCache:
             self.values[:, new, :, :held] = old_values[:, old or 0, :, :held]
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, as torch says it on a GPU and on the CPU."""
+    words = ("out of memory", "can't allocate memory", "not enough memory", "Storage size calculation overflowed")
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(w in str(error) for w in words)
+    )
+
+
 def fresh(batch_size: int, columns: int, counts: Sequence[int] | Tensor | None, device: torch.device) -> Placement:
     """The placement of a pass without a cache: every row starts at position 0 and sees only what it is given."""
     real = _counts(counts, batch_size, columns)
-    return Placement((0,) * batch_size, real, columns, columns, device)
+    nothing = (0,) * batch_size
+    return Placement(nothing, real, nothing, columns, columns, device)
+
+
+def _scalar(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
 
 
 def _counts(counts: Sequence[int] | Tensor | None, batch_size: int, columns: int) -> tuple[int, ...]:
     if counts is None:
         return (columns,) * batch_size
-    real = tuple(int(count) for count in counts)
+    real = tuple(index(count) for count in counts)
     if len(real) != batch_size or not all(0 <= count <= columns for count in real):
         raise ValueError(f"counts must be {batch_size} numbers from 0 to {columns}, one per row, not {list(real)}")
     return real

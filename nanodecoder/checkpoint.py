@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 import os
 import re
 import warnings
@@ -28,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .config import GenerationConfig, ModelConfig
-from .families import CheckpointError, Family, Fields, find_family, write_config
+from .families import FAMILIES, CheckpointError, Family, Fields, Stored, find_family, write_config
 from .model import Decoder
 
 CONFIG, WEIGHTS, INDEX, GENERATION = (
@@ -40,8 +41,7 @@ CONFIG, WEIGHTS, INDEX, GENERATION = (
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 READERS = 4  # threads that copy tensors from disk
 MAX_HEADER = 100_000_000  # bytes; the safetensors format's own limit
-# Tensors that some files hold and that say nothing a config does not say.
-HARMLESS_TENSORS = ("rotary_emb.inv_freq",)
+FLOATS = {"F64", "F32", "F16", "BF16"}  # as safetensors spells them
 # Keys of generation_config.json that change no token here, and the values at which the others change none.
 HARMLESS_GENERATION = frozenset(
     "temperature top_k top_p min_p bos_token_id eos_token_id pad_token_id decoder_start_token_id transformers_version "
@@ -77,6 +77,14 @@ class Saves(Protocol):
 # ---------------------------------------------------------------------------------------------------------- reading JSON
 
 
+def read_bytes(path: Path) -> bytes:
+    """A file's content. Raises CheckpointError when it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises CheckpointError when it is missing, unreadable, not an object, or names a key twice."""
 
@@ -89,9 +97,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return found
 
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+        raw = json.loads(read_bytes(path).decode("utf-8"), object_pairs_hook=once)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested beyond reason
         raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from None
     if not isinstance(raw, dict):
@@ -114,6 +120,13 @@ class StoredTensor:
 def find_folder(path: str | Path) -> tuple[Path, Path | None]:
     """A checkpoint's folder, and the one weights file to read if `path` names one. Raises CheckpointError: what is there."""
     path = Path(path)
+    try:
+        return _find_folder(path)
+    except OSError as error:  # no permission to look, or a name that no file can have
+        raise CheckpointError(f"cannot look at {path!s:.200}: {error.strerror}") from None
+
+
+def _find_folder(path: Path) -> tuple[Path, Path | None]:
     if path.is_file():
         if path.suffix != ".safetensors":
             raise CheckpointError(
@@ -141,9 +154,9 @@ def _read_index(folder: Path) -> dict[str, str]:
     shard_of = Fields(read_json(where), str(where)).take("weight_map", dict)
     if not shard_of:
         raise CheckpointError(f"{where} names no tensors; download it again")
-    for name in dict.fromkeys(shard_of.values()):
-        if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name or "\\" in name:
-            raise CheckpointError(f"{where} names {name!r}, which is not a file of its own folder; refused")
+    for name in shard_of.values():
+        if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name or "\\" in name or len(name) > 255:
+            raise CheckpointError(f"{where} names {name!r:.60}, which is not a file of its own folder; refused")
         if not (folder / name).is_file():
             raise CheckpointError(f"{where} names {name}, which is not in {folder}; download it")
     return shard_of
@@ -174,9 +187,13 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     The format: 8 bytes with the header's length, the header as JSON, then the tensors' bytes.
     Raises CheckpointError for a truncated file, a git-lfs pointer, or a header that claims what is not there.
     """
-    size = path.stat().st_size
     again = "download it again (if it came by git: git lfs pull)"
-    with path.open("rb") as file:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    with file:
+        size = os.fstat(file.fileno()).st_size
         start = file.read(8)
         length = int.from_bytes(start, "little")
         if start == b"version ":  # a pointer file begins "version https://git-lfs…"
@@ -196,9 +213,10 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
-            tensors[name] = StoredTensor(path, str(entry["dtype"]), tuple(int(n) for n in entry["shape"]))
-            end = max(end, int(entry["data_offsets"][1]))
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+            shape = tuple(operator.index(n) for n in entry["shape"])
+            tensors[name] = StoredTensor(path, str(entry["dtype"]), shape)
+            end = max(end, operator.index(entry["data_offsets"][1]))
+    except (AttributeError, KeyError, IndexError, TypeError):
         raise CheckpointError(f"{path} has a header that does not describe tensors; {again}") from None
     if size != 8 + length + end:
         raise CheckpointError(f"{path} has {size} bytes and its header describes {8 + length + end}; {again}")
@@ -243,31 +261,52 @@ def load_model(
     where = str(folder / CONFIG)
     raw = read_json(folder / CONFIG)
     family = find_family(raw, where)
-    config = family.read(raw, where)
-    tensors = stored_tensors(folder, file)
-    reader = Reader(tensors)
+    reader = Reader(stored_tensors(folder, file))
+    if family is None:
+        raise CheckpointError(_nearest_family(raw, where, reader.tensors))
+    config = _settle_head(family.read(raw, where), family, reader)
+    target = _choose_dtype(dtype, raw, where, reader.tensors)
+    model = _empty_model(config, where, len(reader.tensors))
+    wanted = _match(model, family, reader.tensors, where)
 
-    config = _settle_head(config, family, reader)
-    target = _choose_dtype(dtype, raw, where, tensors)
-    with torch.device("meta"):
-        model = Decoder(config)
-    source = _match(model, family, tensors, where)
+    def fetch(item: tuple[str, Stored]) -> dict[str, Tensor]:
+        """One tensor of the file -> our own copies of the parameters in it, so that nothing depends on the file afterwards."""
+        name, stored = item
+        rows = [model.get_parameter(parameter).shape[0] for parameter in stored.parameters]
+        parts = stored.layout.split(reader[name], rows, config.n_heads)
+        return {
+            parameter: part.to(device=device, dtype=target, copy=True).contiguous()
+            for parameter, part in zip(stored.parameters, parts, strict=True)
+        }
+
     # Several at a time, since most of it is waiting: for the disk, and for fresh pages of memory.
     with ThreadPoolExecutor(READERS) as pool:
-        copies = pool.map(lambda stored: _fetch(reader[stored], device, target), source.values())
-        state = dict(zip(source, copies, strict=True))
+        state = {name: tensor for part in pool.map(fetch, wanted.items()) for name, tensor in part.items()}
     if config.tied_head:
         state["lm_head.weight"] = state["embed.weight"]
     model.load_state_dict(state, strict=True, assign=True)
     if config.tied_head:
         model.lm_head.weight = model.embed.weight
-    model.generation = read_generation(folder, raw)
+    model.generation = read_generation(folder, raw, family)
     return model.eval()
 
 
-def _fetch(mapped: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
-    """Our own copy in the target dtype, so that nothing depends on the file after loading."""
-    return mapped.to(device=device, dtype=dtype, copy=True)
+def _empty_model(config: ModelConfig, where: str, n_tensors: int) -> Decoder:
+    """A Decoder without weights, unless config.json calls for one that the weights cannot fill or nobody could build."""
+    if config.n_layers > n_tensors:
+        raise CheckpointError(f"{where} calls for {config.n_layers} layers, and the weights have only {n_tensors} tensors")
+    try:
+        with torch.device("meta"):
+            return Decoder(config)
+    except (RuntimeError, TypeError, OverflowError) as error:  # sizes beyond what a tensor can have
+        raise CheckpointError(f"{where} calls for sizes that no tensor can have ({str(error).splitlines()[0]})") from None
+
+
+def _named(family: Family, parameter: str, tensors: dict[str, StoredTensor]) -> str:
+    """The name that a parameter's tensor has in this file: one saved from the bare trunk lacks the family's prefix."""
+    name = family.tensor_name(parameter)
+    bare = not any(tensor.startswith(family.prefix) for tensor in tensors)
+    return name.removeprefix(family.prefix) if bare else name
 
 
 def _settle_head(config: ModelConfig, family: Family, reader: Reader) -> ModelConfig:
@@ -276,7 +315,7 @@ def _settle_head(config: ModelConfig, family: Family, reader: Reader) -> ModelCo
     A file with a head of its own, different from the embedding, is believed over the flag. One with a single one of the
     two is used for both when they are tied.
     """
-    embed, head = family.tensor_name("embed.weight"), family.tensor_name("lm_head.weight")
+    embed, head = (_named(family, parameter, reader.tensors) for parameter in ("embed.weight", "lm_head.weight"))
     if not config.tied_head or embed not in reader.tensors or head not in reader.tensors:
         return config
     alike = reader.tensors[embed].shape == reader.tensors[head].shape and torch.equal(reader[embed], reader[head])
@@ -288,6 +327,12 @@ def _settle_head(config: ModelConfig, family: Family, reader: Reader) -> ModelCo
 
 def _warn(sentence: str) -> None:
     warnings.warn(sentence, stacklevel=4)
+
+
+def own_dtype(path: str | os.PathLike[str]) -> torch.dtype:
+    """The dtype that a checkpoint is in by its own word: what `load_model(path, dtype="auto")` loads it in."""
+    folder, file = find_folder(path)
+    return _choose_dtype("auto", read_json(folder / CONFIG), str(folder / CONFIG), stored_tensors(folder, file))
 
 
 def _choose_dtype(
@@ -314,34 +359,79 @@ def _choose_dtype(
     return DTYPES[named]
 
 
-def _match(model: Decoder, family: Family, tensors: dict[str, StoredTensor], where: str) -> dict[str, str]:
-    """Parameter -> tensor name, every parameter and every tensor accounted for, shapes checked; else CheckpointError."""
-    source = {name: family.tensor_name(name) for name, _ in model.named_parameters()}
-    expected = set(source.values())
+def _match(model: Decoder, family: Family, tensors: dict[str, StoredTensor], where: str) -> dict[str, Stored]:
+    """Tensor name -> the parameters in it, every one accounted for and every shape checked; else CheckpointError."""
+    parameters = dict(model.named_parameters())
+    bare = not any(tensor.startswith(family.prefix) for tensor in tensors)
+    wanted = {name.removeprefix(family.prefix) if bare else name: held for name, held in family.stored(parameters).items()}
+    allowed = set(wanted)
     if model.config.tied_head:
-        embed, head = source["embed.weight"], family.tensor_name("lm_head.weight")
-        expected |= {head}
+        embed, head = (_named(family, parameter, tensors) for parameter in ("embed.weight", "lm_head.weight"))
+        allowed |= {head}
         if embed not in tensors and head in tensors:
-            source["embed.weight"] = head
-    missing = sorted(name for name in source.values() if name not in tensors)
-    unexpected = sorted(name for name in tensors if name not in expected and not name.endswith(HARMLESS_TENSORS))
+            wanted[head] = wanted.pop(embed)
+    missing = sorted(name for name in wanted if name not in tensors)
+    unexpected = sorted(name for name in tensors if name not in allowed and not family.is_harmless(name))
     if missing or unexpected:
         raise CheckpointError(
             f"the weights do not fit {where}: {_listed('missing', missing)}; {_listed('unexpected', unexpected)}"
         )
-    for name, parameter in model.named_parameters():
-        stored = tensors[source[name]]
-        if stored.shape != tuple(parameter.shape):
+    for name, held in wanted.items():
+        found = tensors[name]
+        shape = tuple(held.layout.join([parameters[parameter] for parameter in held.parameters], model.config.n_heads).shape)
+        if found.shape != shape:
             raise CheckpointError(
-                f"{source[name]} in {stored.file.name} has shape {list(stored.shape)}, "
-                f"and {where} calls for {list(parameter.shape)}"
+                f"{name} in {found.file.name} has shape {list(found.shape)}, and {where} calls for {list(shape)}"
             )
-        if stored.dtype not in ("F64", "F32", "F16", "BF16"):
+        if found.dtype not in FLOATS:
             raise CheckpointError(
-                f"{source[name]} in {stored.file.name} is {stored.dtype}: quantized checkpoints are not supported, "
-                "use one in BF16 or F32"
+                f"{name} in {found.file.name} is of dtype {found.dtype}, not one of {', '.join(sorted(FLOATS))}: quantized "
+                "checkpoints are not supported"
             )
-    return source
+    return wanted
+
+
+def _nearest_family(raw: dict[str, Any], where: str, tensors: dict[str, StoredTensor]) -> str:
+    """One sentence on an unknown model_type: which family its tensors are most like, and what differs."""
+
+    def general(name: str) -> str:
+        return re.sub(r"\.\d+\.", ".N.", name)
+
+    theirs = {general(name): stored.shape for name, stored in tensors.items()}
+    found: dict[str, tuple[list[str], list[str], list[str]]] = {}
+    for model_type, family in FAMILIES.items():
+        bare = not any(name.startswith(family.prefix) for name in theirs)
+        ours = {
+            general(name.removeprefix(family.prefix) if bare else name): shape
+            for name, shape in _expected_shapes(family, family.guess(raw)).items()
+        }
+        extra = [name for name in theirs if name not in ours and not family.is_harmless(name)]
+        lacking = [name for name in ours if name not in theirs and name != family.tensor_name("lm_head.weight")]
+        other = [
+            f"{name} {list(theirs[name])} for {list(ours[name])}" for name in ours if theirs.get(name, ours[name]) != ours[name]
+        ]
+        found[model_type] = extra, lacking, other
+    nearest = min(found, key=lambda name: (sum(map(len, found[name][:2])), len(found[name][2])))
+    unlike = [
+        f"{word} {', '.join(names[:4])}{' …' if len(names) > 4 else ''}"
+        for word, names in zip(("with", "without", "with shapes"), found[nearest], strict=True)
+        if names
+    ]
+    return (
+        f"{where} has model_type {raw['model_type']!r}, which is not supported; by its tensors it is like {nearest}"
+        f"{', but ' + '; '.join(unlike) if unlike else ''}. docs/families.md says how to add a family "
+        f"(these can be loaded: {', '.join(FAMILIES)})"
+    )
+
+
+def _expected_shapes(family: Family, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors that a checkpoint of this family and config has: name -> shape."""
+    with torch.device("meta"):
+        parameters = dict(Decoder(config).named_parameters())
+    return {
+        name: tuple(held.layout.join([parameters[parameter] for parameter in held.parameters], config.n_heads).shape)
+        for name, held in family.stored(parameters).items()
+    }
 
 
 def _listed(what: str, names: list[str]) -> str:
@@ -352,26 +442,30 @@ def _listed(what: str, names: list[str]) -> str:
 # ----------------------------------------------------------------------------------------- what it says of generating
 
 
-def read_generation(folder: Path, raw: dict[str, Any]) -> GenerationConfig:
+def read_generation(folder: Path, raw: dict[str, Any], family: Family) -> GenerationConfig:
     """End ids from config.json, generation_config.json and the tokenizer together; how to sample, if the checkpoint samples."""
     stated = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
     said = Fields(stated, str(folder / GENERATION))
-    config = Fields(raw, str(folder / CONFIG))
+    config = Fields({"bos_token_id": family.bos_id, "eos_token_id": family.eos_id, **raw}, str(folder / CONFIG))
     ends = [*_ids(config, "eos_token_id"), *_ids(said, "eos_token_id"), *_tokenizer_ends(folder)]
     bos = [*_ids(said, "bos_token_id"), *_ids(config, "bos_token_id")]
-    sampling: dict[str, Any] = {}
+    pad = [*_ids(said, "pad_token_id"), *_ids(config, "pad_token_id")]
+    sampling: dict[str, Any] = {"pad_id": pad[0] if pad else None}
     if said.take("do_sample", bool, False):
-        sampling = {
+        sampling |= {
             "temperature": said.take("temperature", float, 1.0),
             "top_k": said.take("top_k", int, 0),
             "top_p": said.take("top_p", float, 1.0),
             "min_p": said.take("min_p", float, 0.0),
         }
-    penalty = said.take("repetition_penalty", float, 1.0)
+    sampling["repetition_penalty"] = said.take("repetition_penalty", float, 1.0)
     for key in said.unread():
         if key not in HARMLESS_GENERATION and stated[key] != NEUTRAL_GENERATION.get(key):
             _warn(f"{said.where} asks for {key!r}: {stated[key]!r}, which is not supported and ignored")
-    return GenerationConfig(bos[0] if bos else None, tuple(dict.fromkeys(ends)), **sampling, repetition_penalty=penalty)
+    try:
+        return GenerationConfig(bos[0] if bos else None, tuple(dict.fromkeys(ends)), **sampling)
+    except ValueError as error:
+        raise CheckpointError(f"{said.where}: {error}") from None
 
 
 def _ids(fields: Fields, key: str) -> list[int]:
@@ -401,13 +495,13 @@ def _tokenizer_ends(folder: Path) -> list[int]:
 
 def _added_tokens(path: Path) -> list[dict[str, Any]]:
     """tokenizer.json's added tokens, which stand before its vocabulary: parsing megabytes of that would slow every start."""
+    if not path.is_file():
+        return []
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bytes(path).decode("utf-8")
         key = re.search(r'"added_tokens"\s*:\s*(?=\[)', text)
         tokens = json.JSONDecoder().raw_decode(text, key.end())[0] if key else []
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); download it again") from None
     return [token for token in tokens if isinstance(token, dict) and isinstance(token.get("id"), int)]
 
@@ -431,7 +525,11 @@ def save_model(path: str | os.PathLike[str], model: Decoder, tokenizer: Saves | 
     folder = Path(path)
     family, raw = write_config(model.config)
     raw |= {"dtype": str(model.dtype).removeprefix("torch."), **_end_keys(model.generation)}
-    tensors = {family.tensor_name(name): parameter.detach().cpu().contiguous() for name, parameter in model.named_parameters()}
+    parameters = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    tensors = {
+        name: held.layout.join([parameters[parameter] for parameter in held.parameters], model.config.n_heads).contiguous()
+        for name, held in family.stored(parameters).items()
+    }
     files: dict[str, Callable[[Path], Any]] = {
         WEIGHTS: lambda part: save_file(tensors, part, metadata={"format": "pt"}),
         CONFIG: lambda part: part.write_text(_pretty(raw), encoding="utf-8"),
@@ -455,7 +553,8 @@ def _pretty(raw: dict[str, Any]) -> str:
 
 def _end_keys(generation: GenerationConfig) -> dict[str, Any]:
     ends = list(generation.eos_ids)
-    return {"bos_token_id": generation.bos_id, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+    end = ends[0] if len(ends) == 1 else ends or None
+    return {"bos_token_id": generation.bos_id, "eos_token_id": end, "pad_token_id": generation.pad_id}
 
 
 def _write_generation(generation: GenerationConfig) -> dict[str, Any]:

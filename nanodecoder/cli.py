@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import os
 import sys
 import types
 import typing
@@ -23,6 +24,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from .cache import out_of_memory
+from .checkpoint import own_dtype
 from .families import CheckpointError
 
 T = TypeVar("T")
@@ -45,10 +48,10 @@ def parse(options: type[T], argv: Sequence[str], prog: str, description: str) ->
     flags: list[str] = []
     for field in dataclasses.fields(options):
         flags += _add(parser, field, hints[field.name])
-    known, unknown = parser.parse_known_args([_underscored(word) for word in argv])
+    known, unknown = parser.parse_known_args([_underscored(word, flags) for word in argv])
     if unknown:
         word = unknown[0].split("=")[0]
-        near = difflib.get_close_matches(word, flags, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(word.replace("-", "_").replace("__", "--", 1), flags, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else f"; {prog} --help lists what there is"
         kind = "unknown option" if word.startswith("-") else "unexpected word"
         raise UsageError(f"{kind} {word!r}{hint}")
@@ -57,13 +60,16 @@ def parse(options: type[T], argv: Sequence[str], prog: str, description: str) ->
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        if message.endswith("expected one argument"):
+            message += " (a value that begins with - is given as --flag=-value)"
         raise UsageError(message.removeprefix("argument "))
 
 
-def _underscored(word: str) -> str:
-    """--top-k=5 -> --top_k=5"""
+def _underscored(word: str, flags: Sequence[str]) -> str:
+    """--top-k=5 -> --top_k=5, if --top_k is a flag; any other word is left as it is, since it may be a value."""
     flag, equals, value = word.partition("=")
-    return flag.replace("-", "_").replace("__", "--", 1) + equals + value if word.startswith("--") else word
+    underscored = "--" + flag.removeprefix("--").replace("-", "_")
+    return underscored + equals + value if word.startswith("--") and underscored in flags else word
 
 
 def _add(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: Any) -> list[str]:
@@ -116,16 +122,24 @@ def run(main: Callable[[Sequence[str]], None], prog: str) -> NoReturn:
         main(sys.argv[1:])
     except UsageError as error:
         _leave(prog, error, 2)
-    except (CheckpointError, MemoryError, torch.OutOfMemoryError) as error:
+    except (CheckpointError, MemoryError) as error:
+        _leave(prog, error or "out of memory", 1)
+    except BrokenPipeError:  # whoever read the output has gone, as head does: nothing is left to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except OSError as error:
         _leave(prog, error, 1)
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        _leave(prog, f"out of memory: ask for less at a time, or a smaller dtype ({str(error).splitlines()[0]})", 1)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         sys.exit(130)
     sys.exit(0)
 
 
-def _leave(prog: str, error: BaseException, status: int) -> NoReturn:
-    sys.stdout.flush()
+def _leave(prog: str, error: object, status: int) -> NoReturn:
     print(f"{prog}: {error}", file=sys.stderr)
     sys.exit(status)
 
@@ -144,14 +158,20 @@ def choose_device(name: str) -> torch.device:
         raise UsageError(f"--device {name} is not supported; use auto, cpu, cuda, cuda:1 or mps")
     count = torch.cuda.device_count() if device.type == "cuda" and cuda() else 1
     if not there[device.type]() or (device.index or 0) >= count:
-        raise UsageError(f"--device {name} is not there (torch {torch.__version__} sees none); use --device cpu or auto")
+        seen = f"{count} of its kind" if there[device.type]() else "none"
+        raise UsageError(f"--device {name} is not there (torch {torch.__version__} sees {seen}); use --device cpu or auto")
     return device
 
 
-def choose_dtype(name: str | None, device: torch.device) -> tuple[str, str | None]:
-    """The dtype to load in, and a notice if it is not what was asked. Unset: float32, on CUDA the checkpoint's own."""
+def choose_dtype(name: str | None, device: torch.device, ckpt: str | os.PathLike[str]) -> tuple[str, str | None]:
+    """The dtype to load a checkpoint in, and a notice if it is not what was asked.
+
+    Unset: float32, on CUDA the checkpoint's own. A GPU without bfloat16 gets float32 instead.
+    """
     wanted = name or ("auto" if device.type == "cuda" else "float32")
-    if wanted == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False):
+        return wanted, None
+    if wanted == "bfloat16" or (wanted == "auto" and own_dtype(ckpt) == torch.bfloat16):
         return "float32", f"{device} has no bfloat16: using float32"
     return wanted, None
 

@@ -6,9 +6,14 @@ is refused by name, unless it is listed here as harmless. A new family is one en
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from .config import ModelConfig, RopeConfig
 
@@ -17,6 +22,7 @@ class CheckpointError(Exception):
     """A checkpoint that cannot be used, in one sentence: what was found, what would do, what to do next."""
 
 
+MOST_LAYERS = 4096
 REQUIRED = object()  # a default that says: config.json must have this key
 
 _WORDS = {
@@ -101,29 +107,29 @@ class Key(Part):
 
 
 @dataclass(frozen=True)
-class HeadDim(Part):
-    """`head_dim`: null means hidden size over heads; absent means the same, or the number of the family's own code."""
+class Layers(Part):
+    """How many blocks there are; a number that no model has is refused before lists of that length are made."""
 
-    absent: int | None = None
+    theirs: str = "num_hidden_layers"
 
     def read(self, fields: Fields) -> dict[str, Any]:
-        if "head_dim" not in fields.raw:
-            return {"head_dim": self.absent}
-        return {"head_dim": fields.take("head_dim", int, None)}
+        value = fields.take(self.theirs, int)
+        if not 1 <= value <= MOST_LAYERS:
+            raise CheckpointError(f"{fields.where}: {self.theirs!r} must be from 1 to {MOST_LAYERS}, not {_short(value)}")
+        return {"n_layers": value}
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
-        return {"head_dim": config.head_dim}
+        return {self.theirs: config.n_layers}
 
 
-@dataclass(frozen=True)
 class Always(Part):
-    """An option that this family sets without a key."""
+    """Options that this family sets without a key."""
 
-    option: str
-    value: Any
+    def __init__(self, **options: Any) -> None:
+        self.options = options
 
     def read(self, fields: Fields) -> dict[str, Any]:
-        return {self.option: self.value}
+        return self.options
 
 
 @dataclass(frozen=True)
@@ -149,80 +155,296 @@ def _json(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else _short(value)
 
 
-class Rope(Part):
-    """RoPE in both dialects: `rope_theta` beside `rope_scaling` (transformers 4), or all in `rope_parameters` (5).
+@dataclass(frozen=True)
+class Activation(Part):
+    """The activation function, by its name there. The first name is what absence means."""
 
-    What wins over what is as in transformers' `convert_rope_params_to_dict`: `rope_scaling` over `rope_parameters`, and a theta
-    inside over one outside.
-    """
+    theirs: str
+    names: dict[str, str]
 
     def read(self, fields: Fields) -> dict[str, Any]:
-        theta = fields.take("rope_theta", float, 10_000.0)
-        context = fields.take("max_position_embeddings", int, None)
-        original = fields.take("original_max_position_embeddings", int, None)
-        inside = [fields.inner("rope_scaling"), fields.inner("rope_parameters")]
-        scaling = next((block for block in inside if block is not None and block.raw), Fields({}, fields.where))
-
-        kind = scaling.take("rope_type", str, None) or scaling.take("type", str, "default")
-        scaling.take("type", str, None)  # some files have both spellings
-        options: dict[str, Any] = {"kind": kind, "theta": scaling.take("rope_theta", float, theta)}
-        if kind in ("linear", "llama3"):
-            options["factor"] = scaling.take("factor", float)
-        if kind == "llama3":
-            options["low_freq_factor"] = scaling.take("low_freq_factor", float)
-            options["high_freq_factor"] = scaling.take("high_freq_factor", float)
-            within = scaling.take("original_max_position_embeddings", int, None)
-            options["original_max_seq_len"] = original or within or context
-        if scaling.take("partial_rotary_factor", float, 1.0) != 1.0:
-            raise CheckpointError(f"{scaling.where} asks for 'partial_rotary_factor', which is not supported")
-        try:
-            rope = RopeConfig(**options)
-        except ValueError as error:
-            raise CheckpointError(f"{scaling.where}: {error}") from None
-        _refuse(scaling.unread(), scaling.raw, f"{scaling.where} (rope_type {kind!r})")
-        return {"rope": rope}
+        name = fields.take(self.theirs, str, next(iter(self.names)))
+        if name not in self.names:
+            raise CheckpointError(f"{fields.where} asks for {self.theirs!r} {name!r}; here it can be {' or '.join(self.names)}")
+        return {"activation": self.names[name]}
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
-        rope = config.rope[0]
-        written: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
-        if rope.kind != "default":
-            written["factor"] = rope.factor
-        if rope.kind == "llama3":
-            written["low_freq_factor"] = rope.low_freq_factor
-            written["high_freq_factor"] = rope.high_freq_factor
-            written["original_max_position_embeddings"] = rope.original_max_seq_len
-        return {"rope_parameters": written}
+        return {self.theirs: next((name for name, ours in self.names.items() if ours == config.activation), None)}
 
 
 @dataclass(frozen=True)
-class OneWindow(Part):
-    """`sliding_window` for every layer, null for none (Mistral). `absent` is the number of the family's own code."""
+class Maybe(Part):
+    """A key that may be null, which is not the same as absent: then the number of the family's own code holds."""
 
-    absent: int
+    ours: str
+    theirs: str
+    kind: type
+    absent: Any = None
 
     def read(self, fields: Fields) -> dict[str, Any]:
-        if "sliding_window" not in fields.raw:
-            return {"windows": self.absent}
-        return {"windows": fields.take("sliding_window", int, None)}
+        if self.theirs not in fields.raw:
+            return {self.ours: self.absent}
+        return {self.ours: fields.take(self.theirs, self.kind, None)}
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
-        return {"sliding_window": config.windows[0]}
+        value = getattr(config, self.ours)
+        return {self.theirs: value[0] if isinstance(value, tuple) else value}
 
 
-class WindowsByLayer(Part):
-    """`sliding_window`, in force only with `use_sliding_window`, for the layers that `layer_types` names (Qwen).
-
-    Without the list, layers from index `max_window_layers` on slide.
-    """
+class RootOfDim(Part):
+    """Embeddings multiplied by the square root of their width (Gemma)."""
 
     def read(self, fields: Fields) -> dict[str, Any]:
-        in_force = fields.take("use_sliding_window", bool, False)
-        window = fields.take("sliding_window", int, 4096 if "sliding_window" not in fields.raw else None)
-        first = fields.take("max_window_layers", int, 28)
-        n_layers = fields.take("num_hidden_layers", int)
+        return {"embed_scale": fields.take("hidden_size", int) ** 0.5}
+
+
+@dataclass(frozen=True)
+class ScaleOf(Part):
+    """Scores multiplied by the inverse square root of a number that stands in the key."""
+
+    theirs: str
+    default: int
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        value = fields.take(self.theirs, float, self.default)
+        if value <= 0:
+            raise CheckpointError(f"{fields.where}: {self.theirs!r} must be above 0, not {value}")
+        return {"attn_scale": value**-0.5}
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
+        number = round(scale**-2, 6)
+        return {self.theirs: int(number) if number == int(number) else number}
+
+
+@dataclass(frozen=True)
+class FourTimes(Part):
+    """The feed-forward's width; null or absent is four times the stream's (GPT-2)."""
+
+    theirs: str
+    width: str
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        return {"ffn_dim": fields.take(self.theirs, int, None) or 4 * fields.take(self.width, int)}
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        return {self.theirs: config.ffn_dim}
+
+
+@dataclass(frozen=True)
+class SameAs(Part):
+    """A key that must say the same as another, or be absent."""
+
+    theirs: str
+    other: str
+    why: str
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        other = fields.take(self.other, int)
+        value = fields.take(self.theirs, int, other)
+        if value != other:
+            raise CheckpointError(f"{fields.where} has {self.theirs} {value} and {self.other} {other}: {self.why}")
+        return {}
+
+
+# ---- positions
+
+
+@dataclass(frozen=True)
+class Rope(Part):
+    """RoPE in both dialects: `rope_theta` beside `rope_scaling` (transformers 4), or all in `rope_parameters` (5).
+
+    What wins over what is as in transformers' `convert_rope_params_to_dict`: `rope_scaling` over `rope_parameters`, and what
+    stands inside over the same outside. `fraction` is of a head's features that turn, None where the family has no such option.
+    """
+
+    theta: float = 10_000.0
+    theta_key: str = "rope_theta"
+    fraction: float | None = None
+    fraction_key: str = "partial_rotary_factor"
+    original: int | None = None  # the family's own original_max_position_embeddings
+    spelled: dict[str, str] = field(default_factory=dict)  # other names of kinds
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        blocks = [fields.inner("rope_scaling"), fields.inner("rope_parameters")]
+        block = next((block for block in blocks if block is not None and block.raw), Fields({}, fields.where))
+        theta = fields.take(self.theta_key, float, self.theta)
+        fraction = fields.take(self.fraction_key, float, 1.0 if self.fraction is None else self.fraction)
+        return {"rope": self.one(fields, block, theta, fraction)}
+
+    def one(self, fields: Fields, block: Fields, theta: float, fraction: float = 1.0) -> RopeConfig:
+        """The object `block` as a RopeConfig; theta and fraction are what holds where it says nothing."""
+        kind = block.take("rope_type", str, None) or block.take("type", str, "default")
+        kind = self.spelled.get(kind, kind)
+        block.take("type", str, None)  # some files have both spellings
+        options: dict[str, Any] = {"kind": kind, "theta": block.take("rope_theta", float, theta)}
+        options["fraction"] = block.take("partial_rotary_factor", float, fraction)
+        if self.fraction is None and options["fraction"] != 1.0:
+            raise CheckpointError(f"{block.where} asks for 'partial_rotary_factor', which this family does not have")
+        context = fields.take("max_position_embeddings", int, None)
+        outside = fields.take("original_max_position_embeddings", int, self.original)
+        try:
+            if kind in _STRETCHES:
+                options |= _STRETCHES[kind](block, context, outside)
+            rope = RopeConfig(**options)
+        except (ValueError, ArithmeticError) as error:
+            raise CheckpointError(f"{block.where}: {error}") from None
+        unread = [key for key in block.unread() if kind != "default" or key not in _OF_STRETCHES]  # unused by definition
+        _refuse(unread, block.raw, f"{block.where} (rope_type {kind!r})")
+        return rope
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        rope = next((rope for rope in config.rope if rope is not None), None)
+        written = {} if rope is None else {"rope_parameters": self.say(rope)}
+        if self.original is not None and rope is not None and rope.original_max_seq_len is not None:
+            written["original_max_position_embeddings"] = rope.original_max_seq_len
+        return written
+
+    def say(self, rope: RopeConfig) -> dict[str, Any]:
+        """A RopeConfig as the object that `one` reads."""
+        written: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
+        if self.fraction is not None:
+            written["partial_rotary_factor"] = rope.fraction
+        if rope.kind in ("linear", "dynamic", "llama3", "yarn"):
+            written["factor"] = rope.factor
+        if rope.kind in ("llama3", "yarn", "longrope"):
+            written["original_max_position_embeddings"] = rope.original_max_seq_len
+        if rope.kind == "llama3":
+            written |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+        if rope.kind in ("yarn", "longrope"):
+            written["attention_factor"] = rope.attention_factor
+        if rope.kind == "yarn":
+            written |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+        if rope.kind == "longrope":
+            written |= {"short_factor": list(rope.short_factors), "long_factor": list(rope.long_factors)}
+        return written
+
+
+def _linear(block: Fields, context: int | None, original: int | None) -> dict[str, Any]:
+    return {"factor": block.take("factor", float)}
+
+
+def _dynamic(block: Fields, context: int | None, original: int | None) -> dict[str, Any]:
+    return {"factor": block.take("factor", float), "original_max_seq_len": context}
+
+
+def _llama3(block: Fields, context: int | None, original: int | None) -> dict[str, Any]:
+    return {
+        "factor": block.take("factor", float),
+        "low_freq_factor": block.take("low_freq_factor", float),
+        "high_freq_factor": block.take("high_freq_factor", float),
+        "original_max_seq_len": _original(block, context, original),
+    }
+
+
+def _yarn(block: Fields, context: int | None, original: int | None) -> dict[str, Any]:
+    """Where no attention_factor is given it follows from the factor, as the paper has it: 0.1 ln(factor) + 1."""
+    original = _original(block, context, original)
+    factor = block.take("factor", float, None) or context / original
+    mscale, mscale_all_dim = block.take("mscale", float, None), block.take("mscale_all_dim", float, None)
+
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    attention = magnitude(mscale) / magnitude(mscale_all_dim) if mscale and mscale_all_dim else magnitude(1)
+    given = block.take("attention_factor", float, None)
+    return {
+        "factor": factor,
+        "original_max_seq_len": original,
+        "attention_factor": attention if given is None else given,
+        "beta_fast": block.take("beta_fast", float, None) or 32.0,
+        "beta_slow": block.take("beta_slow", float, None) or 1.0,
+        "truncate": block.take("truncate", bool, True),
+    }
+
+
+def _longrope(block: Fields, context: int | None, original: int | None) -> dict[str, Any]:
+    original = _original(block, context, original)
+    factor = block.take("factor", float, None) or context / original
+    given = block.take("attention_factor", float, None)
+    attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return {
+        "original_max_seq_len": original,
+        "attention_factor": attention if given is None else given,
+        "short_factors": _numbers(block, "short_factor"),
+        "long_factors": _numbers(block, "long_factor"),
+    }
+
+
+def _original(block: Fields, context: int | None, outside: int | None) -> int | None:
+    """The context before stretching: as stated beside the object, else inside it, else the whole context."""
+    within = block.take("original_max_position_embeddings", int, None)
+    original = outside or within or context
+    if not original or original < 2 or not context:
+        raise ValueError("max_position_embeddings and original_max_position_embeddings must be above 1")
+    return original
+
+
+def _numbers(block: Fields, key: str) -> tuple[float, ...]:
+    values = block.take(key, list)
+    if not all(isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 for value in values):
+        raise CheckpointError(f"{block.where}: {key!r} must be a list of numbers above 0")
+    return tuple(float(value) for value in values)
+
+
+_OF_STRETCHES = {"factor", "original_max_position_embeddings", "attention_factor", "low_freq_factor", "high_freq_factor"}
+_STRETCHES = {"linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+
+
+class RopeInSomeLayers(Rope):
+    """Layers without RoPE: `no_rope_layers` holds 1 for a layer that has it, or every `no_rope_layer_interval`-th has none."""
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        rope = super().read(fields)["rope"]
+        return {"rope": tuple(rope if has else None for has in self.has_rope(fields))}
+
+    @staticmethod
+    def has_rope(fields: Fields) -> list[bool]:
+        """Layer by layer."""
+        n_layers = Layers().read(fields)["n_layers"]
+        interval = fields.take("no_rope_layer_interval", int, 4)
+        listed = fields.take("no_rope_layers", list, None)
+        if listed is None:
+            return [interval < 1 or (i + 1) % interval != 0 for i in range(n_layers)]
+        if len(listed) != n_layers or not all(value in (0, 1) for value in listed):
+            raise CheckpointError(f"{fields.where}: no_rope_layers must hold {n_layers} numbers, 0 or 1")
+        return [bool(value) for value in listed]
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        return {**super().write(config), "no_rope_layers": [int(rope is not None) for rope in config.rope]}
+
+
+# ---- windows
+
+
+@dataclass(frozen=True)
+class WindowsByLayer(Part):
+    """`sliding_window` for the layers that `layer_types` names, else for those that the family's own rule says.
+
+    `switch` is a key without which no window is in force; `slides(i, fields)` is the rule; `absent` the family's own window.
+    """
+
+    absent: int | None
+    slides: Callable[[int, Fields], bool]
+    switch: str | None = None
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        in_force = self.switch is None or fields.take(self.switch, bool, False)
+        absent = self.absent if "sliding_window" not in fields.raw else None
+        window = fields.take("sliding_window", int, absent)
+        sliding = self.sliding(fields)
+        if fields.raw.get("layer_types") and any(sliding) and not (in_force and window):
+            off = self.switch if not in_force else "sliding_window"
+            raise CheckpointError(f"{fields.where}: layer_types names layers that slide, but {off} switches windows off")
+        return {"windows": tuple(window if in_force and slides else None for slides in sliding)}
+
+    def sliding(self, fields: Fields) -> list[bool]:
+        """Layer by layer, whether it is one that slides."""
+        n_layers = Layers().read(fields)["n_layers"]
+        by_rule = [self.slides(i, fields) for i in range(n_layers)]
         types = fields.take("layer_types", list, None)
         if types is None:
-            types = ["sliding_attention" if in_force and i >= first else "full_attention" for i in range(n_layers)]
+            return by_rule
         strange = [kind for kind in types if kind not in ("sliding_attention", "full_attention")]
         if strange:
             raise CheckpointError(
@@ -231,33 +453,132 @@ class WindowsByLayer(Part):
             )
         if len(types) != n_layers:
             raise CheckpointError(f"{fields.where}: layer_types has {len(types)} entries for {n_layers} layers")
-        # transformers drops the window when `use_sliding_window` is false, whatever layer_types says
-        return {"windows": tuple(window if in_force and kind == "sliding_attention" else None for kind in types)}
+        return [kind == "sliding_attention" for kind in types]
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         window = next((window for window in config.windows if window is not None), None)
         kinds = ["full_attention" if window is None else "sliding_attention" for window in config.windows]
-        return {"use_sliding_window": window is not None, "sliding_window": window, "layer_types": kinds}
+        written = {"sliding_window": window, "layer_types": kinds}
+        return written if self.switch is None else {self.switch: window is not None, **written}
+
+
+def _from_a_layer_on(i: int, fields: Fields) -> bool:
+    return i >= fields.take("max_window_layers", int, 28)
+
+
+def _every_other(i: int, fields: Fields) -> bool:
+    return i % 2 == 0
+
+
+def _where_no_rope_is(i: int, fields: Fields) -> bool:
+    return not RopeInSomeLayers.has_rope(fields)[i]
+
+
+def _all_but_every_nth(i: int, fields: Fields) -> bool:
+    pattern = fields.take("sliding_window_pattern", int, 6)
+    return pattern < 1 or (i + 1) % pattern != 0
+
+
+@dataclass(frozen=True)
+class RopeByLayer(Rope):
+    """Two kinds of RoPE, for layers that slide and for those that do not (Gemma 3).
+
+    transformers 4: `rope_theta` and `rope_scaling` for full layers, `rope_local_base_freq` for sliding ones; 5: both under
+    `rope_parameters`.
+    """
+
+    local_theta: float = 10_000.0
+    windows: WindowsByLayer | None = None
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        both = fields.inner("rope_parameters") or Fields({}, fields.where)
+        old = fields.inner("rope_scaling") or Fields({}, fields.where)
+        full = both.inner("full_attention")
+        local = both.inner("sliding_attention") or Fields({}, fields.where)
+        theta = fields.take("rope_theta", float, self.theta)
+        local_theta = fields.take("rope_local_base_freq", float, self.local_theta)
+        if full is None or old.raw:  # `rope_scaling` is laid over what the new dialect says
+            full = Fields({**(full.raw if full is not None else {}), **old.raw}, old.where)
+        _refuse(both.unread(), both.raw, both.where)
+        far, near = self.one(fields, full, theta), self.one(fields, local, local_theta)
+        return {"rope": tuple(near if slides else far for slides in self.windows.sliding(fields))}
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        kinds = {window is not None: rope for rope, window in zip(config.rope, config.windows, strict=True)}
+        said = {"full_attention": kinds.get(False), "sliding_attention": kinds.get(True)}
+        default = RopeConfig()
+        return {"rope_parameters": {kind: self.say(rope or default) for kind, rope in said.items()}}
+
+
+# ------------------------------------------------------------------------------------------------------------ tensors
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one or several of our parameters lie in one of their tensors. Both ways take our query heads' number.
+
+    split(tensor, rows, n_heads): theirs -> ours, of so many rows each; join(parts, n_heads): ours -> theirs.
+    """
+
+    split: Callable[[Tensor, Sequence[int], int], Sequence[Tensor]]
+    join: Callable[[Sequence[Tensor], int], Tensor]
+
+
+def _turn(tensor: Tensor) -> Tensor:
+    """[in, out] <-> [out, in]; a bias has no such thing."""
+    return tensor.T if tensor.dim() == 2 else tensor
+
+
+def _split_heads(tensor: Tensor, rows: Sequence[int], n_heads: int) -> list[Tensor]:
+    by_head = tensor.unflatten(0, (n_heads, len(rows), -1))  # (H, 3, D, …): head by head its query, key and value rows
+    return [by_head[:, part].flatten(0, 1) for part in range(len(rows))]
+
+
+def _join_heads(parts: Sequence[Tensor], n_heads: int) -> Tensor:
+    return torch.stack([part.unflatten(0, (n_heads, -1)) for part in parts], 1).flatten(0, 2)
+
+
+PLAIN = Layout(lambda tensor, rows, n_heads: [tensor], lambda parts, n_heads: parts[0])
+STACKED = Layout(lambda tensor, rows, n_heads: tensor.split(list(rows)), lambda parts, n_heads: torch.cat(list(parts)))
+TRANSPOSED = Layout(  # GPT-2's Conv1D, stacked or not
+    lambda tensor, rows, n_heads: [_turn(part) for part in tensor.split(list(rows), dim=-1)],
+    lambda parts, n_heads: torch.cat([_turn(part) for part in parts], dim=-1),
+)
+BY_HEAD = Layout(_split_heads, _join_heads)
+
+
+@dataclass(frozen=True)
+class Name:
+    """Our parameters below these names lie, in this layout, below that one. One `N` stands for the layer's number."""
+
+    ours: str | tuple[str, ...]
+    theirs: str
+    layout: Layout = PLAIN
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One of their tensors: which of our parameters it holds, and how."""
+
+    parameters: tuple[str, ...]
+    layout: Layout
 
 
 SIZES = (
     Key("vocab_size", "vocab_size", int),
     Key("dim", "hidden_size", int),
-    Key("n_layers", "num_hidden_layers", int),
+    Layers("num_hidden_layers"),
     Key("n_heads", "num_attention_heads", int),
-    Key("n_kv_heads", "num_key_value_heads", int, default=None),
     Key("ffn_dim", "intermediate_size", int),
-    Key("norm_eps", "rms_norm_eps", float, default=1e-6),
-    Key("tied_head", "tie_word_embeddings", bool, default=False),
-    Only("hidden_act", str, ("silu", "swish")),
-    Rope(),
 )
 
 # Keys that change nothing of what a text-generating pass computes: bookkeeping, training, and ids that `checkpoint.py` reads.
 HARMLESS = frozenset(
+    # what it is called, and by whom
     "model_type architectures auto_map transformers_version torch_dtype dtype _name_or_path transformers.js_config "
     "bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id decoder_start_token_id "
-    "use_cache attention_dropout attn_pdrop resid_pdrop embd_pdrop hidden_dropout initializer_range pretraining_tp "
+    "use_cache attention_dropout attn_pdrop resid_pdrop embd_pdrop hidden_dropout dropout activation_dropout layerdrop "
+    "classifier_dropout attention_probs_dropout_prob initializer_range init_std pretraining_tp cache_implementation "
     "is_llama_config return_dict output_attentions output_hidden_states return_dict_in_generate output_scores torchscript "
     "use_bfloat16 chunk_size_feed_forward pruned_heads prefix tokenizer_class task_specific_params problem_type "
     "finetuning_task id2label label2id num_labels tf_legacy_loss cross_attention_hidden_size add_cross_attention "
@@ -265,7 +586,11 @@ HARMLESS = frozenset(
     "suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id bad_words_ids max_length min_length "
     "do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p "
     "repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences "
-    "_attn_implementation attn_implementation _attn_implementation_autoset is_local local_files_only".split()
+    "_attn_implementation attn_implementation _attn_implementation_autoset is_local local_files_only "
+    "n_ctx summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout "
+    # sizes that some families' code does not read: there the shapes of the tensors say whether they hold
+    "num_key_value_heads intermediate_size head_dim "
+    "reorder_and_upcast_attn max_window_layers no_rope_layer_interval sliding_window_pattern _sliding_window_pattern".split()
 )
 
 
@@ -279,15 +604,21 @@ def _refuse(keys: Iterable[str], raw: dict[str, Any], where: str) -> None:
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type`. `parts` read its config.json; `names` turns our parameters' names into theirs, the first match winning.
+    """One `model_type`: `parts` read its config.json, `names` say how its tensors are named and laid out, first match first.
 
-    A name may hold one `N`, which stands for the layer's number on both sides.
+    `prefix` starts the names of all but the head and may be missing in a file. `skip` are patterns of tensors that say nothing
+    which config.json does not say. `tokenizer` is what tokenizer_config.json says where there is none.
     """
 
     model_type: str
     architecture: str
     parts: tuple[Part, ...]
-    names: tuple[tuple[str, str], ...]
+    names: tuple[Name, ...]
+    prefix: str = "model."
+    skip: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
+    tokenizer: dict[str, Any] = field(default_factory=dict)
+    bos_id: int | None = None  # where config.json has no such key
+    eos_id: int | None = None
 
     def read(self, raw: dict[str, Any], where: str) -> ModelConfig:
         """config.json's content -> ModelConfig. Raises CheckpointError, naming the key, for what we do not have."""
@@ -302,6 +633,20 @@ class Family:
         except ValueError as error:
             raise CheckpointError(f"{where}: {error}") from None
 
+    def guess(self, raw: dict[str, Any]) -> ModelConfig:
+        """What a config.json of another model_type would mean here, as far as it can be read; small sizes for the rest."""
+        fields, options = Fields(raw, ""), {"vocab_size": 2, "dim": 2, "n_layers": 1, "n_heads": 1}
+        for part in self.parts:
+            try:
+                options |= part.read(fields)
+                ModelConfig(**options)
+            except (CheckpointError, ValueError, TypeError):
+                options = {**options, **(part.options if isinstance(part, Always) else {})}
+        try:
+            return ModelConfig(**options)
+        except (ValueError, TypeError):
+            return ModelConfig(vocab_size=2, dim=2, n_layers=1, n_heads=1)
+
     def write(self, config: ModelConfig) -> dict[str, Any] | None:
         """ModelConfig -> config.json's content, or None where this dialect cannot say all of it."""
         raw: dict[str, Any] = {"model_type": self.model_type, "architectures": [self.architecture]}
@@ -312,90 +657,428 @@ class Family:
         except CheckpointError:
             return None
 
+    def stored(self, parameters: Iterable[str]) -> dict[str, Stored]:
+        """Our parameters' names -> their tensors, by name, each with the parameters that it holds."""
+        found: dict[str, list[str | None]] = {}
+        layouts: dict[str, Layout] = {}
+        for parameter in parameters:
+            name, part, theirs = self._find(parameter)
+            count = 1 if isinstance(name.ours, str) else len(name.ours)
+            found.setdefault(theirs, [None] * count)[part] = parameter
+            layouts[theirs] = name.layout
+        return {theirs: Stored(tuple(ours), layouts[theirs]) for theirs, ours in found.items()}
+
     def tensor_name(self, parameter: str) -> str:
-        """Our parameter's name -> the tensor's name in the file."""
+        """The name of the tensor that holds our parameter."""
+        return self._find(parameter)[2]
+
+    def is_harmless(self, tensor: str) -> bool:
+        """Whether a tensor of this name may be left unread."""
+        return any(re.search(pattern, tensor) for pattern in self.skip)
+
+    def _find(self, parameter: str) -> tuple[Name, int, str]:
         words = parameter.split(".")
         layer = words[1] if words[0] == "blocks" else ""
         general = parameter.replace(f"blocks.{layer}.", "blocks.N.", 1)
-        for ours, theirs in self.names:
-            if general.startswith(ours + "."):
-                return (theirs + general[len(ours) :]).replace(".N.", f".{layer}.", 1)
+        for name in self.names:
+            for part, ours in enumerate((name.ours,) if isinstance(name.ours, str) else name.ours):
+                if general.startswith(ours + "."):
+                    return name, part, (name.theirs + general[len(ours) :]).replace(".N.", f".{layer}.", 1)
         raise AssertionError(f"{self.model_type} has no name for the parameter {parameter}")
 
 
-LLAMA_NAMES = (
-    ("embed", "model.embed_tokens"),
-    ("blocks.N.attn_norm", "model.layers.N.input_layernorm"),
-    ("blocks.N.attn", "model.layers.N.self_attn"),
-    ("blocks.N.ffn_norm", "model.layers.N.post_attention_layernorm"),
-    ("blocks.N.ffn", "model.layers.N.mlp"),
-    ("norm", "model.norm"),
-    ("lm_head", "lm_head"),
-)
+# ------------------------------------------------------------------------------------------------------- the families
 
-FAMILIES = {
-    family.model_type: family
-    for family in (
-        Family(
-            model_type="llama",  # Llama 2, 3, 3.1, 3.2, SmolLM2, TinyLlama
-            architecture="LlamaForCausalLM",
-            parts=(
-                *SIZES,
-                HeadDim(),
-                Key("max_seq_len", "max_position_embeddings", int, default=2048),
-                Key(("qkv_bias", "o_bias"), "attention_bias", bool, default=False),
-                Key("ffn_bias", "mlp_bias", bool, default=False),
-                Only("rope_interleaved", bool, (False,)),
-            ),
-            names=LLAMA_NAMES,
+LLAMA_NAMES = (
+    Name("embed", "model.embed_tokens"),
+    Name("blocks.N.attn_norm", "model.layers.N.input_layernorm"),
+    Name("blocks.N.attn", "model.layers.N.self_attn"),
+    Name("blocks.N.ffn_norm", "model.layers.N.post_attention_layernorm"),
+    Name("blocks.N.ffn", "model.layers.N.mlp"),
+    Name("norm", "model.norm"),
+    Name("lm_head", "lm_head"),
+)
+# Norms after each half: Gemma 2 and 3 have them besides those before, OLMo 2 instead
+SANDWICH_NAMES = (
+    Name("blocks.N.attn_post_norm", "model.layers.N.post_attention_layernorm"),
+    Name("blocks.N.ffn_norm", "model.layers.N.pre_feedforward_layernorm"),
+    Name("blocks.N.ffn_post_norm", "model.layers.N.post_feedforward_layernorm"),
+    *LLAMA_NAMES,
+)
+QKV = ("blocks.N.attn.q_proj", "blocks.N.attn.k_proj", "blocks.N.attn.v_proj")
+
+HEAD_DIM = Maybe("head_dim", "head_dim", int)
+SILU = Activation("hidden_act", {"silu": "silu", "swish": "silu"})
+GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu", "silu": "silu"}
+BIASES = Key(("qkv_bias", "o_bias"), "attention_bias", bool, default=False)
+NO_BIASES = Only("attention_bias", bool, (False,))
+ONE_WAY = Only("use_bidirectional_attention", bool, (False,))
+
+
+def _context(absent: int, key: str = "max_position_embeddings") -> Key:
+    return Key("max_seq_len", key, int, default=absent)
+
+
+def _tied(absent: bool) -> Key:
+    return Key("tied_head", "tie_word_embeddings", bool, default=absent)
+
+
+def _eps(key: str, absent: float) -> Key:
+    return Key("norm_eps", key, float, default=absent)
+
+
+def _kv_heads(absent: int | None) -> Maybe:
+    return Maybe("n_kv_heads", "num_key_value_heads", int, absent)
+
+
+GEMMA = (
+    *SIZES,
+    Maybe("head_dim", "head_dim", int, absent=256),
+    _eps("rms_norm_eps", 1e-6),
+    _tied(True),
+    BIASES,
+    ONE_WAY,
+    RootOfDim(),
+    Always(norm_offset=1.0),
+)
+GEMMA_CAPS = (
+    ScaleOf("query_pre_attn_scalar", 256),
+    Activation("hidden_activation", {"gelu_pytorch_tanh": "gelu_tanh"}),
+    Always(post_norm=True),
+)
+GEMMA3_WINDOWS = WindowsByLayer(4096, _all_but_every_nth)
+LAYER_NORM = Always(norm="layer", gated=False)
+
+ENTRIES = (
+    Family(
+        "llama",  # Llama 2, 3, 3.1, 3.2, SmolLM2, TinyLlama
+        "LlamaForCausalLM",
+        parts=(
+            *SIZES,
+            _kv_heads(None),
+            HEAD_DIM,
+            _context(2048),
+            _eps("rms_norm_eps", 1e-6),
+            _tied(False),
+            SILU,
+            Rope(),
+            BIASES,
+            Key("ffn_bias", "mlp_bias", bool, default=False),
+            Only("rope_interleaved", bool, (False,)),
         ),
-        Family(
-            model_type="mistral",
-            architecture="MistralForCausalLM",
-            parts=(
-                *SIZES,
-                HeadDim(),
-                Key("max_seq_len", "max_position_embeddings", int, default=131_072),
-                OneWindow(absent=4096),
-            ),
-            names=LLAMA_NAMES,
+        names=LLAMA_NAMES,
+        bos_id=1,
+        eos_id=2,
+    ),
+    Family(
+        "mistral",
+        "MistralForCausalLM",
+        parts=(
+            *SIZES,
+            _kv_heads(8),
+            HEAD_DIM,
+            _context(131_072),
+            _eps("rms_norm_eps", 1e-6),
+            _tied(False),
+            SILU,
+            Rope(),
+            Maybe("windows", "sliding_window", int, absent=4096),
+            NO_BIASES,
         ),
-        Family(
-            model_type="qwen2",  # and Qwen 2.5
-            architecture="Qwen2ForCausalLM",
-            parts=(
-                *SIZES,
-                HeadDim(),
-                Key("max_seq_len", "max_position_embeddings", int, default=32_768),
-                Always("qkv_bias", True),
-                WindowsByLayer(),
-                Only("use_mrope", bool, (False,)),
-            ),
-            names=LLAMA_NAMES,
+        names=LLAMA_NAMES,
+        bos_id=1,
+        eos_id=2,
+    ),
+    Family(
+        "qwen2",  # and Qwen 2.5
+        "Qwen2ForCausalLM",
+        parts=(
+            *SIZES,
+            _kv_heads(32),
+            HEAD_DIM,
+            _context(32_768),
+            _eps("rms_norm_eps", 1e-6),
+            _tied(False),
+            SILU,
+            Rope(),
+            Always(qkv_bias=True),
+            WindowsByLayer(4096, _from_a_layer_on, switch="use_sliding_window"),
+            Only("use_mrope", bool, (False,)),
+            Only("attention_bias", bool, (True, False)),  # the biases are there whatever it says
         ),
-        Family(
-            model_type="qwen3",
-            architecture="Qwen3ForCausalLM",
-            parts=(
-                *SIZES,
-                HeadDim(absent=128),
-                Key("max_seq_len", "max_position_embeddings", int, default=32_768),
-                Always("qk_norm", True),
-                Key(("qkv_bias", "o_bias"), "attention_bias", bool, default=False),
-                WindowsByLayer(),
-            ),
-            names=LLAMA_NAMES,
+        names=LLAMA_NAMES,
+    ),
+    Family(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        parts=(
+            *SIZES,
+            _kv_heads(32),
+            Maybe("head_dim", "head_dim", int, absent=128),
+            _context(32_768),
+            _eps("rms_norm_eps", 1e-6),
+            _tied(False),
+            SILU,
+            Rope(),
+            Always(qk_norm="head"),
+            BIASES,
+            WindowsByLayer(4096, _from_a_layer_on, switch="use_sliding_window"),
         ),
-    )
-}
+        names=LLAMA_NAMES,
+    ),
+    Family(
+        "phi3",  # Phi-3, Phi-3.5, Phi-4 (mini too)
+        "Phi3ForCausalLM",
+        parts=(
+            *SIZES,
+            _kv_heads(None),
+            HEAD_DIM,
+            _context(4096),
+            _eps("rms_norm_eps", 1e-5),
+            _tied(False),
+            SILU,
+            Rope(fraction=1.0, original=4096, spelled={"su": "longrope", "yarn": "longrope"}),
+            Maybe("windows", "sliding_window", int),
+            NO_BIASES,
+        ),
+        names=(
+            Name(QKV, "model.layers.N.self_attn.qkv_proj", STACKED),
+            Name(("blocks.N.ffn.gate_proj", "blocks.N.ffn.up_proj"), "model.layers.N.mlp.gate_up_proj", STACKED),
+            *LLAMA_NAMES,
+        ),
+        bos_id=1,
+        eos_id=32000,
+    ),
+    Family(
+        "gemma",
+        "GemmaForCausalLM",
+        parts=(
+            *GEMMA,
+            _kv_heads(16),
+            _context(8192),
+            Rope(),
+            # "gelu" too means the tanh kind: the first releases were labelled wrongly
+            Activation("hidden_act", {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh"}),
+            Only("hidden_activation", str, ("gelu_pytorch_tanh",)),
+        ),
+        names=LLAMA_NAMES,
+        bos_id=2,
+        eos_id=1,
+    ),
+    Family(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        parts=(
+            *GEMMA,
+            _kv_heads(4),
+            *GEMMA_CAPS,
+            _context(8192),
+            Rope(),
+            Maybe("attn_softcap", "attn_logit_softcapping", float, absent=50.0),
+            Maybe("final_softcap", "final_logit_softcapping", float, absent=30.0),
+            WindowsByLayer(4096, _every_other),
+            Only("hidden_act", str, ("gelu_pytorch_tanh",)),
+        ),
+        names=SANDWICH_NAMES,
+        bos_id=2,
+        eos_id=1,
+    ),
+    Family(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        parts=(
+            *GEMMA,
+            _kv_heads(4),
+            *GEMMA_CAPS,
+            _context(131_072),
+            RopeByLayer(theta=1e6, windows=GEMMA3_WINDOWS),
+            GEMMA3_WINDOWS,
+            Maybe("attn_softcap", "attn_logit_softcapping", float),
+            Maybe("final_softcap", "final_logit_softcapping", float),
+            Always(qk_norm="head"),
+        ),
+        names=SANDWICH_NAMES,
+        bos_id=2,
+        eos_id=1,
+    ),
+    Family(
+        "gpt2",
+        "GPT2LMHeadModel",
+        parts=(
+            Key("vocab_size", "vocab_size", int),
+            Key("dim", "n_embd", int),
+            Layers("n_layer"),
+            Key("n_heads", "n_head", int),
+            FourTimes("n_inner", "n_embd"),
+            _context(1024, "n_positions"),
+            _eps("layer_norm_epsilon", 1e-5),
+            _tied(True),
+            Activation("activation_function", GELUS),
+            LAYER_NORM,
+            Always(rope=None, learned_positions=True, qkv_bias=True, o_bias=True, ffn_bias=True),
+            Only("scale_attn_weights", bool, (True,)),
+            Only("scale_attn_by_inverse_layer_idx", bool, (False,)),
+        ),
+        names=(
+            Name("embed", "transformer.wte"),
+            Name("positions", "transformer.wpe"),
+            Name("blocks.N.attn_norm", "transformer.h.N.ln_1"),
+            Name(QKV, "transformer.h.N.attn.c_attn", TRANSPOSED),
+            Name("blocks.N.attn.o_proj", "transformer.h.N.attn.c_proj", TRANSPOSED),
+            Name("blocks.N.ffn_norm", "transformer.h.N.ln_2"),
+            Name("blocks.N.ffn.up_proj", "transformer.h.N.mlp.c_fc", TRANSPOSED),
+            Name("blocks.N.ffn.down_proj", "transformer.h.N.mlp.c_proj", TRANSPOSED),
+            Name("norm", "transformer.ln_f"),
+            Name("lm_head", "lm_head"),
+        ),
+        prefix="transformer.",
+        skip=(r"h\.\d+\.attn\.(bias|masked_bias)$",),  # the triangle, and what it was filled with
+        tokenizer={"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
+        bos_id=50256,
+        eos_id=50256,
+    ),
+    Family(
+        "opt",  # 125m and its kin; 350m's norms and projections are refused
+        "OPTForCausalLM",
+        parts=(
+            Key("vocab_size", "vocab_size", int),
+            Key("dim", "hidden_size", int),
+            Layers("num_hidden_layers"),
+            Key("n_heads", "num_attention_heads", int),
+            Key("ffn_dim", "ffn_dim", int),
+            _context(2048),
+            _tied(True),
+            Activation("activation_function", {"relu": "relu", **GELUS}),
+            LAYER_NORM,
+            Always(norm_eps=1e-5, rope=None, learned_positions=True, position_offset=2),
+            Key(("qkv_bias", "o_bias", "ffn_bias"), "enable_bias", bool, default=True),
+            Only("do_layer_norm_before", bool, (True,)),
+            Only("_remove_final_layer_norm", bool, (False,)),
+            Only("layer_norm_elementwise_affine", bool, (True,)),
+            SameAs("word_embed_proj_dim", "hidden_size", "projections around the blocks are not supported"),
+        ),
+        names=(
+            Name("embed", "model.decoder.embed_tokens"),
+            Name("positions", "model.decoder.embed_positions"),
+            Name("blocks.N.attn_norm", "model.decoder.layers.N.self_attn_layer_norm"),
+            Name("blocks.N.attn.o_proj", "model.decoder.layers.N.self_attn.out_proj"),
+            Name("blocks.N.attn", "model.decoder.layers.N.self_attn"),
+            Name("blocks.N.ffn_norm", "model.decoder.layers.N.final_layer_norm"),
+            Name("blocks.N.ffn.up_proj", "model.decoder.layers.N.fc1"),
+            Name("blocks.N.ffn.down_proj", "model.decoder.layers.N.fc2"),
+            Name("norm", "model.decoder.final_layer_norm"),
+            Name("lm_head", "lm_head"),
+        ),
+        tokenizer={"bos_token": "</s>", "eos_token": "</s>", "pad_token": "<pad>", "add_bos_token": True},
+        bos_id=2,
+        eos_id=2,
+    ),
+    Family(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        parts=(
+            *SIZES,
+            _kv_heads(None),
+            HEAD_DIM,
+            _context(2048),
+            _eps("rms_norm_eps", 1e-5),
+            _tied(False),
+            SILU,
+            Rope(),
+            BIASES,
+            Always(pre_norm=False, post_norm=True, qk_norm="all"),
+        ),
+        names=SANDWICH_NAMES,
+        eos_id=50279,
+    ),
+    Family(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        parts=(
+            *SIZES,
+            _kv_heads(4),
+            HEAD_DIM,
+            _context(32_768),
+            _eps("rms_norm_eps", 1e-6),
+            _tied(True),
+            SILU,
+            RopeInSomeLayers(theta=2e6),
+            BIASES,
+            Key("ffn_bias", "mlp_bias", bool, default=False),
+            WindowsByLayer(None, _where_no_rope_is, switch="use_sliding_window"),
+        ),
+        names=LLAMA_NAMES,
+        bos_id=128000,
+        eos_id=128001,
+    ),
+    Family(
+        "gpt_neox",  # Pythia
+        "GPTNeoXForCausalLM",
+        parts=(
+            Key("vocab_size", "vocab_size", int),
+            Key("dim", "hidden_size", int),
+            Layers("num_hidden_layers"),
+            Key("n_heads", "num_attention_heads", int),
+            Key("ffn_dim", "intermediate_size", int),
+            _context(2048),
+            _eps("layer_norm_eps", 1e-5),
+            _tied(False),
+            Activation("hidden_act", {"gelu": "gelu", **GELUS}),
+            LAYER_NORM,
+            Rope(theta_key="rotary_emb_base", fraction=0.25, fraction_key="rotary_pct"),
+            Key(("qkv_bias", "o_bias"), "attention_bias", bool, default=True),
+            Always(ffn_bias=True),
+            Key("parallel", "use_parallel_residual", bool, default=True),
+        ),
+        names=(
+            Name("embed", "gpt_neox.embed_in"),
+            Name("blocks.N.attn_norm", "gpt_neox.layers.N.input_layernorm"),
+            Name(QKV, "gpt_neox.layers.N.attention.query_key_value", BY_HEAD),
+            Name("blocks.N.attn.o_proj", "gpt_neox.layers.N.attention.dense"),
+            Name("blocks.N.ffn_norm", "gpt_neox.layers.N.post_attention_layernorm"),
+            Name("blocks.N.ffn.up_proj", "gpt_neox.layers.N.mlp.dense_h_to_4h"),
+            Name("blocks.N.ffn.down_proj", "gpt_neox.layers.N.mlp.dense_4h_to_h"),
+            Name("norm", "gpt_neox.final_layer_norm"),
+            Name("lm_head", "embed_out"),
+        ),
+        prefix="gpt_neox.",
+        skip=(r"rotary_emb\.inv_freq$", r"attention\.(bias|masked_bias)$"),
+        bos_id=0,
+        eos_id=2,
+    ),
+    Family(
+        "stablelm",
+        "StableLmForCausalLM",
+        parts=(
+            *SIZES,
+            _kv_heads(32),
+            _context(4096),
+            _eps("layer_norm_eps", 1e-5),
+            _tied(False),
+            SILU,
+            Rope(fraction=0.25),
+            Always(norm="layer"),
+            Key("qkv_bias", "use_qkv_bias", bool, default=False),
+            Only("qk_layernorm", bool, (False,)),
+            Only("use_parallel_residual", bool, (False,)),
+        ),
+        names=LLAMA_NAMES,
+        bos_id=0,
+        eos_id=0,
+    ),
+)
+FAMILIES = {family.model_type: family for family in ENTRIES}
 
 # Refused as what they are, since no option would make a decoder of them.
 ENCODERS = {"bert", "roberta", "distilbert", "albert", "electra", "deberta", "deberta-v2", "xlm-roberta", "modernbert", "mpnet"}
 ENCODER_DECODERS = {"t5", "mt5", "umt5", "bart", "mbart", "pegasus", "marian", "m2m_100", "whisper", "blenderbot", "led"}
 
 
-def find_family(raw: dict[str, Any], where: str) -> Family:
-    """The entry for this config.json. Raises CheckpointError for what is not a decoder, or not one of ours."""
+def find_family(raw: dict[str, Any], where: str) -> Family | None:
+    """The entry for this config.json, or None for a decoder that has none.
+
+    Raises CheckpointError for what is not a decoder, as what it is.
+    """
     fields = Fields(raw, where)
     known = ", ".join(FAMILIES)
     model_type = fields.take("model_type", str, None)
@@ -410,9 +1093,7 @@ def find_family(raw: dict[str, Any], where: str) -> Family:
         raise CheckpointError(
             f"{where} is a {model_type}, an encoder-decoder, and this is a decoder only; these can be loaded: {known}"
         )
-    if model_type not in FAMILIES:
-        raise CheckpointError(f"{where} has model_type {model_type!r}, which is not supported; these can be loaded: {known}")
-    return FAMILIES[model_type]
+    return FAMILIES.get(model_type)
 
 
 def write_config(config: ModelConfig) -> tuple[Family, dict[str, Any]]:

@@ -8,6 +8,7 @@ Rows of different lengths share a batch without padding that anyone could see, a
 
 from __future__ import annotations
 
+import operator
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -105,7 +106,8 @@ class Stepper:
         Without a seed one is drawn.
         Raises ValueError for an empty prompt, an id outside the vocabulary, or a prompt longer than the context.
         """
-        config, prompt = self.model.config, [int(index) for index in ids]
+        config, prompt = self.model.config, as_ids(ids)
+        max_new_tokens = operator.index(max_new_tokens)
         if not prompt:
             raise ValueError("a prompt needs at least one id; an empty text starts from BOS, which is up to the caller here")
         for place, index in enumerate(prompt):
@@ -127,10 +129,10 @@ class Stepper:
             prompt_length=len(prompt),
             limit=min(max_new_tokens, room),
             reason_at_limit="length" if max_new_tokens <= room else "context",
-            seed=draw_seeds(1)[0] if seed is None else seed,
+            seed=draw_seeds(1)[0] if seed is None else operator.index(seed),
             settings=own,
-            eos_ids=frozenset(self.model.generation.eos_ids if eos_ids is None else eos_ids),
-            stop_ids=frozenset(stop_ids),
+            eos_ids=frozenset(self.model.generation.eos_ids if eos_ids is None else as_ids(eos_ids)),
+            stop_ids=frozenset(as_ids(stop_ids)),
         )
         self._added += 1
         if row.limit > 0:
@@ -168,6 +170,8 @@ class Stepper:
 
     def _accept(self, row: _Row, index: int) -> str | None:
         """Append an id to its row; -> why the row ends with it, if it does."""
+        if self.use_cache:
+            row.fed = len(row.ids)  # only now: a step whose sampler failed can be made again
         row.ids.append(index)
         if index in row.eos_ids:
             return "eos"
@@ -177,6 +181,11 @@ class Stepper:
 
     def _last_logits(self) -> Tensor:
         """Feed what the cache lacks of every row; -> the logits (B, V) after each row's last token."""
+        for row in self._rows:
+            if self.use_cache and self.model.must_begin_anew(row.fed, row.fed, len(row.ids)):
+                row.fed = 0
+        if self._cache is not None:  # where a row begins anew, or a step that failed is made again
+            self._cache.truncate([row.fed for row in self._rows])
         news = [row.ids[row.fed :] for row in self._rows]
         counts = [len(new) for new in news]
         columns = max(counts)
@@ -184,9 +193,6 @@ class Stepper:
         alike = min(counts) == columns
         x = self.model.trunk(tokens, self._cache, counts=None if alike else counts)  # (B, T, dim)
         last = x[:, -1] if alike else x[torch.arange(len(x), device=x.device), torch.tensor(counts, device=x.device) - 1]
-        if self.use_cache:
-            for row in self._rows:
-                row.fed = len(row.ids)
         self.forwards += 1
         self.positions += sum(counts)
         return self.model.head(last)
@@ -244,12 +250,8 @@ def generate(
         if sampler is not None:
             raise ValueError(f"give either sampler= or {', '.join(settings)}, not both")
         sampler = default_sampler(model, **settings)
-    rows = prompts.tolist() if isinstance(prompts, Tensor) else list(prompts)
-    if not all(isinstance(row, (list, tuple, range, Tensor)) for row in rows):
-        raise ValueError("prompts must be a list of lists of ids, one per row: [[1, 2, 3]] for a single prompt")
-    seeds = draw_seeds(len(rows)) if seeds is None else list(seeds)
-    if len(seeds) != len(rows):
-        raise ValueError(f"{len(seeds)} seeds for {len(rows)} prompts; give one per prompt")
+    rows = [as_ids(prompt) for prompt in prompts]
+    seeds = _as_seeds(seeds, len(rows))
     stepper = Stepper(model, sampler=sampler, use_cache=use_cache, logprobs=logprobs)
     for prompt, seed in zip(rows, seeds, strict=True):
         stepper.add(prompt, max_new_tokens=max_new_tokens, seed=seed, stop_ids=stop_ids, eos_ids=() if ignore_eos else eos_ids)
@@ -306,9 +308,9 @@ def complete(
 
     Takes what `generate` takes. Without a tokenizer, ids go in and `text` is "". An empty text starts from BOS.
     """
-    batch = [prompts] if isinstance(prompts, str) else prompts.tolist() if isinstance(prompts, Tensor) else list(prompts)
+    batch = [prompts] if isinstance(prompts, str) else list(prompts)
     prompt_ids = [prompt_to_ids(tokenizer, prompt) for prompt in batch]
-    seeds = draw_seeds(len(batch)) if seeds is None else list(seeds)
+    seeds = _as_seeds(seeds, len(batch))
     if tokenizer is not None and options.get("eos_ids") is None:
         options["eos_ids"] = end_ids(model, tokenizer)
 
@@ -353,7 +355,7 @@ def prompt_to_ids(tokenizer: Tokenizer | None, prompt: str | Sequence[int]) -> l
     Raises ValueError for a text without a tokenizer, or when there is nothing to start from.
     """
     if not isinstance(prompt, str):
-        return [int(index) for index in prompt]
+        return as_ids(prompt)
     if tokenizer is None:
         raise ValueError("a text prompt needs a tokenizer; give Tokenizer.load(path), or lists of ids as prompts")
     ids = tokenizer.encode(prompt)
@@ -366,6 +368,29 @@ def prompt_to_ids(tokenizer: Tokenizer | None, prompt: str | Sequence[int]) -> l
         raise ValueError("the prompt is empty, and the tokenizer has neither BOS nor newline to start from; give a prompt")
     warnings.warn("the tokenizer has no BOS: the empty prompt starts from a newline", stacklevel=2)
     return ids
+
+
+def as_ids(ids: Any) -> list[int]:
+    """Ids given as a list, a range, a tensor or an array -> a list of int. Raises ValueError for anything else."""
+    try:
+        return [operator.index(index) for index in ids]
+    except TypeError:
+        raise ValueError(
+            f"ids must be a sequence of whole numbers, prompts a list of such ([[1, 2, 3]] for a single one), not {ids!r:.60}"
+        ) from None
+
+
+def _as_seeds(seeds: Any, rows: int) -> list[int]:
+    """One whole number per row, drawn if none are given."""
+    if seeds is None:
+        return draw_seeds(rows)
+    try:
+        wanted = [operator.index(seed) for seed in seeds]
+    except TypeError:
+        raise ValueError(f"seeds must be whole numbers, one per prompt, not {seeds!r:.60}") from None
+    if len(wanted) != rows:
+        raise ValueError(f"{len(wanted)} seeds for {rows} prompts; give one per prompt")
+    return wanted
 
 
 def end_ids(model: Decoder, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -389,12 +414,12 @@ def draw_seeds(n: int) -> list[int]:
 @contextmanager
 def _inference(model: Decoder) -> Iterator[None]:
     """No recording for gradients, and eval mode while it lasts."""
-    training = model.training
+    training = [module for module in model.modules() if module.training] if model.training else []
     if training:
         model.eval()
     try:
         with torch.inference_mode():
             yield
     finally:
-        if training:
-            model.train()
+        for module in training:  # each as it was: some may have been in eval mode on purpose
+            module.training = True

@@ -1,6 +1,8 @@
-"""The parts of a block that look at one position at a time: RMSNorm and the SwiGLU feed-forward."""
+"""The parts of a block that look at one position at a time: norms and the feed-forward; and the soft cap."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -8,32 +10,75 @@ from torch import Tensor, nn
 
 from .config import ModelConfig
 
+ACTIVATION_FUNCTIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
+
 
 class RMSNorm(nn.Module):
     """Divide each vector by its root mean square, then scale each feature (arXiv 1910.07467). (…, dim) -> (…, dim)
 
-    The mean is taken in float32 whatever the dtype of the stream, and the result is cast back before the weight, as Llama does.
+    The mean is taken in float32 whatever the dtype of the stream, and the result is cast back before the weight, as Llama
+    does; with an `offset`, the weight counts from there and is applied in float32, as Gemma does.
+    """
+
+    def __init__(self, dim: int, eps: float, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((dim,), 1.0 - offset))
+        self.eps, self.offset = eps, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self.offset:
+            return (wide * (self.offset + self.weight.float())).to(x.dtype)
+        return wide.to(x.dtype) * self.weight
+
+
+class LayerNorm(nn.Module):
+    """Subtract each vector's mean, divide by its standard deviation, then scale and shift each feature (arXiv 1607.06450).
+
+    (…, dim) -> (…, dim)
     """
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
+        wide = wide - wide.mean(-1, keepdim=True)
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return wide.to(x.dtype) * self.weight
+        return (wide * self.weight.float() + self.bias.float()).to(x.dtype)
+
+
+def make_norm(config: ModelConfig, dim: int) -> nn.Module:
+    """A norm of the config's kind over `dim` features."""
+    if config.norm == "layer":
+        return LayerNorm(dim, config.norm_eps)
+    return RMSNorm(dim, config.norm_eps, config.norm_offset)
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv 2002.05202): a gate decides, feature by feature, how much of `up` passes. (B, T, dim) -> (B, T, dim)"""
+    """What a position makes of what it has gathered. (B, T, dim) -> (B, T, dim)
+
+    Gated (SwiGLU, arXiv 2002.05202): a gate decides, feature by feature, how much of `up` passes. Otherwise the plain kind:
+    up, activation, down.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.dim, config.ffn_dim, bias=config.ffn_bias)
+        self.activation = ACTIVATION_FUNCTIONS[config.activation]
+        self.gate_proj = nn.Linear(config.dim, config.ffn_dim, bias=config.ffn_bias) if config.gated else None
         self.up_proj = nn.Linear(config.dim, config.ffn_dim, bias=config.ffn_bias)
         self.down_proj = nn.Linear(config.ffn_dim, config.dim, bias=config.ffn_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        if self.gate_proj is None:
+            return self.down_proj(self.activation(self.up_proj(x)))
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+def soft_cap(x: Tensor, cap: float | None) -> Tensor:
+    """Bend values smoothly into (-cap, cap) (Gemma 2, arXiv 2408.00118); None leaves them."""
+    return x if cap is None else cap * torch.tanh(x / cap)

@@ -3,7 +3,8 @@
     tokens (B, T) ─ embed ─> x (B, T, dim) ─ block 1 ─ … ─ block N ─ norm ─> (B, T, dim) ─ lm_head ─> logits (B, T, V)
                                                   └────────── trunk ──────────┘           └─ head ─┘
 
-Parameters: `embed`, `blocks.N.{attn_norm, attn.{q,k,v,o}_proj, ffn_norm, ffn.{gate,up,down}_proj}`, `norm`, `lm_head`.
+Parameters: `embed`, `blocks.N.{attn_norm, attn.{q,k,v,o}_proj, ffn_norm, ffn.{gate,up,down}_proj}`, `norm`, `lm_head`; where
+an option adds them, `positions`, `attn.{q,k}_norm`, `attn_post_norm`, `ffn_post_norm`.
 
 Legend: B rows, T new tokens, V vocabulary.
 """
@@ -16,34 +17,46 @@ import torch
 from torch import Tensor, nn
 
 from .attention import PATHS, Attention, Sight, sight
-from .cache import KVCache, LayerCache, fresh
+from .cache import KVCache, LayerCache, Placement, fresh
 from .config import GenerationConfig, ModelConfig
-from .layers import FeedForward, RMSNorm
-from .rope import angles, frequencies
+from .layers import FeedForward, make_norm, soft_cap
+from .rope import Turn, angles
 
 
 class Block(nn.Module):
-    """One transformer block: look at earlier tokens, then think about what was seen, each added to the stream."""
+    """One transformer block: look at earlier tokens, then think about what was seen, each added to the stream.
+
+    Norms stand before the two halves, after them, or both (`pre_norm`, `post_norm`); a norm that is not there is None.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.parallel = config.parallel
+        self.attn_norm = make_norm(config, config.dim) if config.pre_norm else None
         self.attn = Attention(config)
-        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attn_post_norm = make_norm(config, config.dim) if config.post_norm else None
+        self.ffn_norm = make_norm(config, config.dim) if config.pre_norm else None
         self.ffn = FeedForward(config)
+        self.ffn_post_norm = make_norm(config, config.dim) if config.post_norm else None
 
-    def forward(
-        self, x: Tensor, turn: tuple[Tensor, Tensor], see: Sight, cache: LayerCache | None = None, path: str = "fused"
-    ) -> Tensor:
-        x = x + self.attn(self.attn_norm(x), turn, see, cache, path)
-        x = x + self.ffn(self.ffn_norm(x))
-        return x
+    def forward(self, x: Tensor, turn: Turn | None, see: Sight, cache: LayerCache | None = None, path: str = "fused") -> Tensor:
+        """x (B, T, dim) -> (B, T, dim); the other arguments are attention's."""
+        attended = _normed(self.attn_post_norm, self.attn(_normed(self.attn_norm, x), turn, see, cache, path))
+        if self.parallel:
+            return x + attended + _normed(self.ffn_post_norm, self.ffn(_normed(self.ffn_norm, x)))
+        x = x + attended
+        return x + _normed(self.ffn_post_norm, self.ffn(_normed(self.ffn_norm, x)))
+
+
+def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 class Decoder(nn.Module):
     """A decoder-only transformer. `config` says what it is made of, `generation` what its checkpoint says of generating.
 
-    `attention` is "fused" or "explicit" and may be set at any time: two ways to the same numbers.
+    `attention` is "fused" or "explicit" and may be set at any time: two ways to the same numbers. (No kernel has a soft cap
+    of scores: a model with `attn_softcap` always takes the explicit path.)
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -51,14 +64,14 @@ class Decoder(nn.Module):
         self.config = config
         self.generation = GenerationConfig()
         self.attention = "fused"
-        # From an empty table, because nn.Embedding would draw one: on the meta device that imports all of torch's compiler.
-        self.embed = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.dim), freeze=False)
+        self.embed = _table(config.vocab_size, config.dim)
+        rows = config.max_seq_len + config.position_offset
+        self.positions = _table(rows, config.dim) if config.learned_positions else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
-        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.norm = make_norm(config, config.dim)
         self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tied_head:
             self.lm_head.weight = self.embed.weight
-        self._frequencies = {rope: frequencies(rope, config.head_dim) for rope in set(config.rope)}
         if not self.embed.weight.is_meta:  # there is nothing to draw where a checkpoint will be put
             init_weights(self)
 
@@ -84,22 +97,64 @@ class Decoder(nn.Module):
         config = self.config
         self._check(tokens, cache)
         at = cache.place(tokens.shape[1], counts) if cache is not None else fresh(*tokens.shape, counts, tokens.device)
+        self._check_positions(at, cache)
         layers = cache.layers(at) if cache is not None else [None] * config.n_layers
+        path = "explicit" if config.attn_softcap else self.attention
 
         # Computed once per pass, shared by the layers that agree on them.
-        turns = {rope: angles(at.positions, self._frequencies[rope], self.dtype) for rope in self._frequencies}
-        sights = {window: sight(at, window, self.attention) for window in set(config.windows)}
+        turns = {
+            rope: rope and angles(at.positions, rope, config.head_dim, at.lengths, self.dtype) for rope in set(config.rope)
+        }
+        sights = {window: sight(at, window, path) for window in set(config.windows)}
 
         x = self.embed(tokens)
+        if config.embed_scale != 1:
+            # Rounded to the stream's dtype first, as the checkpoints that need it were trained
+            x = x * torch.tensor(config.embed_scale, dtype=x.dtype, device=x.device)
+        if self.positions is not None:
+            x = x + self.positions(at.positions + config.position_offset)
         for block, rope, window, layer in zip(self.blocks, config.rope, config.windows, layers, strict=True):
-            x = block(x, turns[rope], sights[window], layer, self.attention)
+            x = block(x, turns[rope], sights[window], layer, path)
         if cache is not None:
             cache.advance(at)
         return self.norm(x)
 
     def head(self, x: Tensor) -> Tensor:
         """(…, dim) out of the trunk -> logits (…, V)"""
-        return self.lm_head(x)
+        return soft_cap(self.lm_head(x), self.config.final_softcap)
+
+    def must_begin_anew(self, held: int, longest: int, length: int) -> bool:
+        """Whether a row that holds `held` tokens, and held up to `longest`, cannot go on to `length`.
+
+        So it is where a longrope row crosses its original length: the held keys were turned otherwise, and all its positions
+        must be computed again.
+        """
+        return held > 0 and any(
+            rope.kind == "longrope" and (longest > rope.original_max_seq_len) != (length > rope.original_max_seq_len)
+            for rope in set(self.config.rope) - {None}
+        )
+
+    def _check_positions(self, at: Placement, cache: KVCache | None) -> None:
+        """Refuse rows that reach positions which the model, or its keys in the cache, cannot have."""
+        config = self.config
+        for row, (start, longest, length) in enumerate(zip(at.starts, at.longest, at.lengths, strict=True)):
+            if config.learned_positions and length > config.max_seq_len:
+                raise ValueError(
+                    f"row {row} would be {length} tokens long, and there are {config.max_seq_len} learned positions"
+                )
+            if cache is None:
+                continue
+            if self.must_begin_anew(start, longest, length):
+                raise ValueError(
+                    f"row {row} holds {start} tokens (at most {longest}) and would be {length} long, across the original "
+                    "context at which longrope's angles change: truncate the row to 0 and feed all its tokens at once"
+                )
+            for rope in set(config.rope) - {None}:
+                if rope.kind == "dynamic" and length > rope.original_max_seq_len:
+                    raise ValueError(
+                        f"row {row} would be {length} tokens long, and beyond {rope.original_max_seq_len} dynamic RoPE turns "
+                        "every position anew at each step: go on without a cache"
+                    )
 
     def _check(self, tokens: Tensor, cache: KVCache | None) -> None:
         if self.attention not in PATHS:
@@ -109,6 +164,9 @@ class Decoder(nn.Module):
             raise ValueError(f"tokens must be whole numbers of shape (B, T), at least (1, 1), not {kind} of shape {shape}")
         if cache is None:
             return
+        shape = (cache.keys.shape[0], cache.keys.shape[2], cache.keys.shape[4])
+        if shape != (self.config.n_layers, self.config.n_kv_heads, self.config.head_dim):
+            raise ValueError("the cache was made for another config: make it with KVCache(model.config, …)")
         if cache.batch_size != tokens.shape[0]:
             raise ValueError(f"the cache has {cache.batch_size} rows and tokens has {tokens.shape[0]}")
         if (cache.dtype, cache.device) != (self.dtype, self.device):
@@ -116,6 +174,11 @@ class Decoder(nn.Module):
                 f"the cache is {cache.dtype} on {cache.device} and the model {self.dtype} on {self.device}: "
                 "make it with KVCache(…, device=model.device, dtype=model.dtype)"
             )
+
+
+def _table(rows: int, dim: int) -> nn.Embedding:
+    """A look-up table, not yet drawn: nn.Embedding would draw it, which on the meta device imports all of torch's compiler."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, dim), freeze=False)
 
 
 def init_weights(model: Decoder) -> None:
@@ -131,6 +194,6 @@ def init_weights(model: Decoder) -> None:
         elif name.endswith("bias"):
             nn.init.zeros_(parameter)
         elif "norm" in name:
-            nn.init.ones_(parameter)
+            nn.init.constant_(parameter, 1.0 - model.config.norm_offset)
         else:
             nn.init.normal_(parameter, std=0.02)

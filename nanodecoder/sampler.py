@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .config import check_sampling
+
 Filter = Callable[[Tensor], Tensor]  # logits (B, V) -> logits (B, V)
 
 
@@ -52,15 +54,7 @@ class Sampler:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        def require(holds: bool, name: str, range_: str) -> None:
-            if not holds:
-                raise ValueError(f"{name} must be {range_}, not {getattr(self, name)}")
-
-        require(0 <= self.temperature < math.inf, "temperature", "0 (greedy) or above")
-        require(self.top_k == int(self.top_k) and self.top_k >= 0, "top_k", "a whole number, 0 (off) or above")
-        require(0 <= self.top_p <= 1, "top_p", "from 0 to 1 (off)")
-        require(0 <= self.min_p <= 1, "min_p", "from 0 (off) to 1")
-        require(0 < self.repetition_penalty < math.inf, "repetition_penalty", "above 0 (1 is off)")
+        check_sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
 
     def __call__(self, logits: Tensor, rows: Rows | None = None) -> Tensor:
         """logits (B, V) of any float dtype -> ids (B,) int64.

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import codecs
 import json
+import operator
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tokenizers
 
-from .checkpoint import find_folder, read_json, token_text
+from .checkpoint import find_folder, read_bytes, read_json, token_text
 from .families import CheckpointError
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
-KEPT = (SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+KEPT = (TOKENIZER, SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
 class Tokenizer:
@@ -28,17 +29,21 @@ class Tokenizer:
         self, core: tokenizers.Tokenizer, settings: dict[str, Any] | None = None, kept: dict[str, bytes] | None = None
     ) -> None:
         self._core = core
-        self._kept = kept or {}
+        self._kept = {TOKENIZER: core.to_str(pretty=True).encode(), **(kept or {})}
         settings = settings or {}
         description = json.loads(core.to_str())
+        core.no_truncation()  # what training cut and padded is nobody's wish here
+        core.no_padding()
         self._special_ids = {token["id"] for token in description.get("added_tokens") or [] if token["special"]}
         self._decoders = _decoder_kinds(description.get("decoder"))
         self._bytes: dict[int, bytes] = {}
 
-        by_template = core.encode("", add_special_tokens=True).ids
-        self.bos_id: int | None = by_template[0] if by_template else None
-        if "bos_token" in settings:  # null there means none, whatever config.json says of ids
-            self.bos_id = self._id_of(settings["bos_token"])
+        # Where nobody names it, BOS is what the template puts before a text.
+        probe = core.encode("a", add_special_tokens=False).ids
+        before = core.encode("a", add_special_tokens=True).ids[: -len(probe) or None]
+        by_template = before[0] if probe and before and before[0] in self._special_ids else None
+        # null there means none, whatever config.json says of ids
+        self.bos_id: int | None = self._id_of(settings["bos_token"]) if "bos_token" in settings else by_template
         end = self._id_of(settings.get("eos_token"))
         self.eos_ids: tuple[int, ...] = () if end is None else (end,)
 
@@ -55,17 +60,18 @@ class Tokenizer:
         file = folder / TOKENIZER
         if not file.is_file():
             raise CheckpointError(f"there is no {TOKENIZER} in {folder}; download it, or give ids instead of text")
+        text = read_bytes(file)
         try:
-            core = tokenizers.Tokenizer.from_file(str(file))
+            core = tokenizers.Tokenizer.from_buffer(text)
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{file} is not a tokenizer that can be read ({error}); download it again") from None
         settings = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
-        kept = {name: (folder / name).read_bytes() for name in KEPT if (folder / name).is_file()}
+        kept = {name: read_bytes(folder / name) for name in KEPT if (folder / name).is_file()}
         return cls(core, settings, kept)
 
     def files(self) -> dict[str, bytes]:
         """What a checkpoint folder keeps of this tokenizer: file name -> content."""
-        return {TOKENIZER: self._core.to_str(pretty=True).encode(), **self._kept}
+        return dict(self._kept)
 
     @property
     def vocab_size(self) -> int:
@@ -165,6 +171,7 @@ class Stream:
 
     def push(self, index: int) -> str:
         """The text that this id completes, possibly none."""
+        index = operator.index(index)  # of a tensor or an array too
         if self._tokenizer.is_special(index) and not self._special:
             return ""
         text = self._characters.decode(self._tokenizer.token_bytes(index, self._first))

@@ -21,6 +21,7 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+IDS = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 5e5,
@@ -29,6 +30,17 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+    "long_factor": [1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0],
+}
+HALF = LONGROPE | {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 4.0, 8.0], "partial_rotary_factor": 0.5}
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 5}
+GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 128}
+NEOX_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 QWEN_WINDOWS = {"use_sliding_window": True, "max_window_layers": 1}
 
 # name -> (model_type, what differs from SIZES)
@@ -62,6 +74,37 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN}),
+    "llama-yarn-mscale": ("llama", {"rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 0.4, "truncate": False}}),
+    "qwen2-yarn-betas": ("qwen2", {"rope_parameters": YARN | {"beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.3}}),
+    "llama-longrope": ("llama", {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 32}}),
+    "phi3": ("phi3", {"sliding_window": 7}),
+    "phi3-mha": ("phi3", {"num_key_value_heads": 4, "sliding_window": None}),
+    "phi3-partial": ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
+    "phi3-longrope-half": ("phi3", {"rope_parameters": HALF, "original_max_position_embeddings": 32}),
+    "gemma": ("gemma", {"head_dim": 32}),
+    "gemma-mqa": ("gemma", {"head_dim": 16, "num_key_value_heads": 1, "hidden_act": "gelu"}),
+    "gemma2": ("gemma2", GEMMA),
+    "gemma2-no-caps": ("gemma2", GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3_text": (
+        "gemma3_text",
+        GEMMA | {"num_hidden_layers": 3, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    ),
+    "gpt2": ("gpt2", GPT2),
+    "gpt2-gelu": ("gpt2", GPT2 | {"activation_function": "gelu", "n_inner": 96}),
+    "opt": ("opt", {"ffn_dim": 128, "word_embed_proj_dim": 64}),
+    "opt-no-bias": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64, "enable_bias": False, "activation_function": "gelu"}),
+    "olmo2": ("olmo2", {}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "smollm3-interval": (
+        "smollm3",
+        {"no_rope_layer_interval": 2, "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 5},
+    ),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox-serial": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False, "rope_parameters": NEOX_ROPE}),
+    "stablelm": ("stablelm", {"use_qkv_bias": True}),
 }
 
 
@@ -70,9 +113,9 @@ def oracle(name: str, folder: Path, seed: int = 1) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, options = CASES[name]
-    config = AutoConfig.for_model(model_type, **(SIZES | options))
+    config = AutoConfig.for_model(model_type, **((SIZES if model_type != "gpt2" else IDS) | options))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
-    redraw(model, seed)
+    redraw(model, seed, offset=model_type.startswith("gemma"))
     if "eps" in name:
         with torch.no_grad():
             model.get_input_embeddings().weight.mul_(0.02)  # mean squares near eps, where it shows
@@ -85,24 +128,34 @@ def old_dialect(folder: Path) -> None:
     """Rewrite config.json as transformers 4 wrote it: rope_theta beside rope_scaling, torch_dtype."""
     path = folder / "config.json"
     raw = json.loads(path.read_text())
-    rope = raw.pop("rope_parameters")
-    raw["rope_theta"] = rope.pop("rope_theta")
-    kind = rope.pop("rope_type")
-    raw["rope_scaling"] = None if kind == "default" else {("rope_type" if kind == "llama3" else "type"): kind, **rope}
     raw["torch_dtype"] = raw.pop("dtype")
+    rope = raw.pop("rope_parameters", None)
+    if rope and "full_attention" in rope:
+        raw["rope_theta"] = rope["full_attention"]["rope_theta"]
+        raw["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+    elif rope:
+        neox = raw["model_type"] == "gpt_neox"
+        raw["rotary_emb_base" if neox else "rope_theta"] = rope.pop("rope_theta")
+        fraction = rope.pop("partial_rotary_factor", None)
+        if fraction is not None:
+            raw["rotary_pct" if neox else "partial_rotary_factor"] = fraction
+        kind = rope.pop("rope_type")
+        raw["rope_scaling"] = None if kind == "default" else {("rope_type" if kind == "llama3" else "type"): kind, **rope}
     path.write_text(json.dumps(raw))
 
 
-def compare_greedy(logits_of: Any, ours: list[int], prompt: list[int], theirs: list[int]) -> int:
-    """Law 15: the same tokens, except where the reference's two best logits are closer than 1e-3. -> how many ties.
+def compare_greedy(logits_of: Any, go_on: Any, prompt: list[int], ours: list[int], theirs: list[int]) -> int:
+    """Law 15: the same tokens, except where the reference's two best logits are closer than 1e-3. -> how many such ties.
 
-    `logits_of(ids)` gives the reference's logits after ids. At a tie the comparison would go on with the reference's
-    token, which ours has not followed: it ends there, as passed.
+    `logits_of(ids)` are the reference's logits after ids; `go_on(ids, n)` are ours: n greedy tokens after ids. At a tie the
+    comparison goes on with the reference's token.
     """
-    for place, (a, b) in enumerate(zip(ours, theirs, strict=False)):
-        if a != b:
-            best = logits_of(prompt + theirs[:place]).topk(2).values
-            assert best[0] - best[1] < 1e-3, f"token {place}: {a} instead of {b}, and no tie ({best.tolist()})"
-            return 1
-    assert len(ours) == len(theirs)
-    return 0
+    ties, done = 0, 0
+    while ours != theirs[done:]:
+        place = next(i for i, (a, b) in enumerate(zip(ours, theirs[done:], strict=True)) if a != b)
+        done += place
+        best = logits_of(prompt + theirs[:done]).topk(2).values
+        assert best[0] - best[1] < 1e-3, f"token {done}: {ours[place]} instead of {theirs[done]}, no tie ({best.tolist()})"
+        ties, done = ties + 1, done + 1
+        ours = go_on(prompt + theirs[:done], len(theirs) - done)
+    return ties

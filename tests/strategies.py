@@ -28,7 +28,7 @@ def attention_options(draw: st.DrawFn) -> dict[str, Any]:
         "n_kv_heads": n_kv_heads,
         "head_dim": draw(st.sampled_from([4, 8])),
         "windows": tuple(draw(st.lists(window, min_size=2, max_size=2))),
-        "qk_norm": draw(st.booleans()),
+        "qk_norm": draw(st.sampled_from([None, "head", "all"])),
         "qkv_bias": draw(st.booleans()),
     }
 

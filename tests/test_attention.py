@@ -9,10 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import attention_options
-from tiny import redraw, tiny_config, tiny_model
+from tiny import redraw, tiny_config
 
 from nanodecoder.attention import Attention, Sight, explicit_attention, fused_attention, sight, visible
 from nanodecoder.cache import Placement, fresh
+from nanodecoder.config import RopeConfig
+from nanodecoder.rope import Turn, angles
 
 BOTH = pytest.mark.parametrize("attend", [explicit_attention, fused_attention])
 CPU = torch.device("cpu")
@@ -69,7 +71,7 @@ def _path(attend) -> str:
 def test_the_two_paths_agree_wherever_the_rows_stand(options, starts, columns, data):
     """Every short cut of the fused path (triangle, single column, folded groups) against the formula with the full rule."""
     counts = [data.draw(st.integers(1, columns)) for _ in starts] if data.draw(st.booleans()) else [columns] * len(starts)
-    at = Placement(tuple(starts), tuple(counts), columns, max(map(sum, zip(starts, counts, strict=True))), CPU)
+    at = Placement(tuple(starts), tuple(counts), tuple(starts), columns, max(map(sum, zip(starts, counts, strict=True))), CPU)
     n_heads, n_kv_heads, width = options["n_heads"], options["n_kv_heads"], options["head_dim"]
     q = torch.randn(len(starts), n_heads, columns, width)
     k, v = (torch.randn(len(starts), n_kv_heads, at.extent, width) for _ in range(2))
@@ -80,30 +82,50 @@ def test_the_two_paths_agree_wherever_the_rows_stand(options, starts, columns, d
             torch.testing.assert_close(fused[row, :, :count], explicit[row, :, :count], atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+def test_whatever_strides_a_kernel_returns_the_heads_come_back_in_order(monkeypatch, layout):
+    """CUDA's memory-efficient kernel returns (B, T, H, D) seen as (B, H, T, D), which cannot be viewed otherwise."""
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def kernel(*args, **options):
+        out = real(*args, **options)
+        return out.transpose(1, 2).contiguous().transpose(1, 2) if layout == "transposed" else out.contiguous()
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kernel)
+    at = Placement((4, 2), (3, 3), (4, 2), 3, 7, CPU)
+    q, k, v = torch.randn(2, 6, 3, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)
+    fused = fused_attention(q, k, v, sight(at, None, "fused"), 0.3)
+    torch.testing.assert_close(fused, explicit_attention(q, k, v, sight(at, None, "explicit"), 0.3), atol=2e-6, rtol=1e-5)
+
+
+def test_the_explicit_paths_softmax_is_taken_in_float32():
+    q, k, v = (torch.randn(1, 1, 1, 8), torch.randn(1, 1, 600, 8), torch.randn(1, 1, 600, 8))
+    see = Sight(mask=torch.ones(1, 1, 1, 600, dtype=torch.bool))
+    half = [t.bfloat16() for t in (q, k, v)]
+    scores = (half[0] @ half[1].mT).float()
+    wanted = (scores.softmax(-1).bfloat16() @ half[2]).float()
+    assert torch.equal(explicit_attention(*half, see, 1.0).float(), wanted)
+
+
 def test_the_short_cuts_are_taken_where_they_hold_and_nowhere_else():
     prompt = fresh(2, 5, None, CPU)
     assert sight(prompt, None, "fused").causal
     assert sight(prompt, 5, "fused").causal
     assert sight(fresh(2, 5, [5, 2], CPU), None, "fused").causal  # padding comes last, so the triangle hides it
     assert sight(prompt, 4, "fused").mask is not None
-    step = Placement((7, 7), (1, 1), 1, 8, CPU)
+    step = Placement((7, 7), (1, 1), (7, 7), 1, 8, CPU)
     assert sight(step, None, "fused") == Sight()
     assert sight(step, 7, "fused").mask is not None
-    assert sight(Placement((7, 6), (1, 1), 1, 8, CPU), None, "fused").mask is not None
-    assert sight(Placement((3, 3), (2, 2), 2, 5, CPU), None, "fused").mask is not None
+    assert sight(Placement((7, 6), (1, 1), (7, 6), 1, 8, CPU), None, "fused").mask is not None
+    assert sight(Placement((3, 3), (2, 2), (3, 3), 2, 5, CPU), None, "fused").mask is not None
     for at in (prompt, step):
         assert sight(at, None, "explicit").mask is not None
 
 
-def one_layer(turning: bool) -> tuple[Attention, tuple[torch.Tensor, torch.Tensor]]:
-    model = tiny_model(n_layers=1)
+def one_layer(turning: bool) -> tuple[Attention, Turn | None]:
     layer = Attention(tiny_config())
     redraw(layer)
-    from nanodecoder.rope import angles
-
-    (per_position,) = model._frequencies.values()
-    cos, sin = angles(torch.arange(6)[None], per_position, torch.float32)
-    return layer, (cos, sin) if turning else (torch.ones_like(cos), torch.zeros_like(sin))
+    return layer, angles(torch.arange(6)[None], RopeConfig(), 16, [6], torch.float32) if turning else None
 
 
 @pytest.mark.parametrize("turning", [False, True])

@@ -131,6 +131,25 @@ def test_what_does_not_fit_is_refused_with_the_numbers():
         KVCache(tiny_config(), 1, 2**50)
 
 
+def test_a_resize_that_fails_half_way_changes_nothing(monkeypatch):
+    model, cache, x = tiny_model(), KVCache(tiny_config(), 1, 8), tokens(1, 6)
+    model(x[:, :4], cache)
+    real, calls = torch.empty, []
+
+    def second_fails(*args, **options):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return real(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", second_fails)
+    with pytest.raises(MemoryError, match="a cache of 1 rows of 16 tokens needs"):
+        cache.resize(16)
+    monkeypatch.undo()
+    assert cache.max_seq_len == 8
+    torch.testing.assert_close(model(x[:, 4:], cache), model(x)[:, 4:], atol=1e-5, rtol=0)
+
+
 def test_a_failed_pass_leaves_the_cache_as_it_was():
     model, cache = tiny_model(), KVCache(tiny_config(), 1, 8)
     model(tokens(1, 3), cache)

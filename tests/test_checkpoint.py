@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,7 +47,13 @@ def refused(folder: Path, words: str, **options) -> str:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"tied_head": True}, {"qkv_bias": True, "windows": (None, 5)}, {"qk_norm": True}, {"qkv_bias": True, "o_bias": True}],
+    [
+        {},
+        {"tied_head": True},
+        {"qkv_bias": True, "windows": (None, 5)},
+        {"qk_norm": "head"},
+        {"qkv_bias": True, "o_bias": True},
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_saved_model_comes_back_with_the_same_bits(tmp_path, options, dtype):
@@ -84,6 +91,27 @@ def test_saving_keeps_the_tokenizer(tmp_path):
     assert again.encode("나는 오늘") == tokenizer.encode("나는 오늘")
     assert again.eos_ids == tokenizer.eos_ids
     assert (tmp_path / "model" / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+@pytest.mark.parametrize("added", ["5", "null", '{"</s>": 1}', "[3, {}]", "[[]]"])
+def test_a_tokenizer_whose_added_tokens_are_none_names_no_end(folder, added):
+    (folder / "tokenizer.json").write_text(f'{{"added_tokens": {added}, "model": {{}}}}')
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    load_model(folder)
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not hasattr(os, "seteuid"), reason="root reads everything")
+def test_what_cannot_be_read_is_one_sentence(folder):
+    (folder / "model.safetensors").chmod(0)
+    (folder / "config.json").chmod(0o644)
+    for parent in [folder, *folder.parents][:4]:
+        parent.chmod(0o755)
+    os.seteuid(65534) if os.geteuid() == 0 else None
+    try:
+        refused(folder, "cannot read .*model.safetensors: Permission denied")
+    finally:
+        os.seteuid(0) if os.getuid() == 0 else None
+    refused(Path("x" * 5000), "cannot look at xxx.*: File name too long")
 
 
 def test_where_a_text_ends_and_how_to_sample_come_back(tmp_path):
@@ -146,7 +174,7 @@ def test_a_tensor_that_is_not_where_the_index_says_is_named(folder):
 
 
 @pytest.mark.parametrize(
-    "name", ["../outside.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", 3, "a\\b.safetensors"]
+    "name", ["../outside.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", 3, ["x"], "x" * 300, "a\\b.safetensors"]
 )
 def test_an_index_that_leaves_its_folder_is_refused(folder, name):
     index = shard(folder)
@@ -191,6 +219,23 @@ def test_many_missing_tensors_are_counted_not_listed(folder):
     refused(folder, "missing .* and 12 more; unexpected none")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 10**9),
+        ("num_hidden_layers", 4000),
+        ("vocab_size", 10**30),
+        ("hidden_size", 2**62),
+        ("intermediate_size", 2**40),
+        ("rope_theta", 1e308),
+        ("max_position_embeddings", 10**30),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused_at_once(folder, key, value):
+    edit(folder, rope_parameters="absent", **{key: value})
+    refused(folder, "at most|from 1 to|have only|no tensor can have|calls for")
+
+
 def test_a_shape_that_does_not_fit_is_named_with_both(folder):
     edit(folder, head_dim=32)
     refused(folder, r"q_proj.weight in model.safetensors has shape \[64, 64\], and .*config.json calls for \[128, 64\]")
@@ -198,7 +243,7 @@ def test_a_shape_that_does_not_fit_is_named_with_both(folder):
 
 def test_a_quantized_tensor_is_refused(folder):
     edit_tensors(folder, lambda tensors: tensors | {"model.norm.weight": torch.ones(64, dtype=torch.int8)})
-    refused(folder, "model.norm.weight in model.safetensors is I8: quantized checkpoints are not supported")
+    refused(folder, "model.norm.weight in model.safetensors is of dtype I8, not one of BF16, F16, F32, F64: quantized")
 
 
 # ---- tied and untied heads, in all their cases
@@ -263,8 +308,15 @@ def spoil(folder: Path, kind: str) -> None:
             "deep": (100_000).to_bytes(8, "little") + b"[" * 100_000,
             "not tensors": (14).to_bytes(8, "little") + b'{"a": {"b":1}}',
             "list": (2).to_bytes(8, "little") + b"[]",
+            "infinite": (60).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[1e999],"data_offsets":[0,4]}}  ',
+            "text": (60).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":"64","data_offsets":[0,256]}}   ',
+            "sparse": b"",
         }[kind]
     )
+    if kind == "sparse":  # a gigabyte of nothing that claims to be a header, and takes no room on disk
+        with path.open("wb") as file:
+            file.write((2**30).to_bytes(8, "little"))
+            file.truncate(2**30 + 8)
 
 
 @pytest.mark.parametrize(
@@ -280,6 +332,9 @@ def spoil(folder: Path, kind: str) -> None:
         ("deep", "has a header of 100000 bytes that is not JSON"),
         ("not tensors", "has a header that does not describe tensors"),
         ("list", "has a header that does not describe tensors"),
+        ("infinite", "has a header that does not describe tensors"),
+        ("text", "has a header that does not describe tensors"),
+        ("sparse", "claims a header of .* bytes, and none is longer than 100000000"),
     ],
 )
 def test_a_damaged_weights_file_is_one_sentence_with_path_sizes_and_remedy(folder, kind, words):
@@ -359,6 +414,28 @@ def test_every_end_id_that_the_checkpoint_names_ends_a_text(folder):
     legacy = {"eos_token": "</s>", "added_tokens_decoder": {"3": {"content": "</s>"}}}
     (folder / "tokenizer_config.json").write_text(json.dumps(legacy))
     assert set(load_model(folder).generation.eos_ids) == {1, 3, 106}
+
+
+def test_where_the_config_is_silent_the_familys_own_end_holds(folder):
+    """transformers' LlamaConfig has bos 1 and eos 2 where a file has no such key; null is none."""
+    edit(folder, eos_token_id="absent", bos_token_id="absent")
+    edit(folder, "generation_config.json", eos_token_id="absent", bos_token_id="absent")
+    assert load_model(folder).generation.eos_ids == (2,)
+    assert load_model(folder).generation.bos_id == 1
+    edit(folder, eos_token_id=None)
+    assert load_model(folder).generation.eos_ids == ()
+
+
+def test_generation_config_says_bos_before_config_does(folder):
+    edit(folder, bos_token_id=7)
+    edit(folder, "generation_config.json", bos_token_id=9)
+    assert load_model(folder).generation.bos_id == 9
+
+
+@pytest.mark.parametrize(("key", "value"), [("temperature", -1), ("top_k", -1), ("top_p", 2), ("temperature", 1e-60)])
+def test_sampling_out_of_range_in_a_file_is_blamed_on_the_file(folder, key, value):
+    edit(folder, "generation_config.json", do_sample=True, **{key: value})
+    refused(folder, f"generation_config.json: {key} must be")
 
 
 def test_an_end_id_of_another_kind_is_refused(folder):

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from tiny import tiny_model
 
-from nanodecoder import cli
+from nanodecoder import cli, save_model
 from nanodecoder.cli import UsageError, option
 
 
@@ -61,7 +62,7 @@ def test_a_list_is_repeated_under_any_of_its_names():
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--top-q", "5"], "unknown option '--top_q'; did you mean --top_k?"),
+        (["--top-q", "5"], "unknown option '--top-q'; did you mean --top_k?"),
         (["--zzzzzzzz"], "unknown option '--zzzzzzzz'; tool --help lists what there is"),
         (["--to", "5"], "unknown option '--to'"),  # never a guess from a beginning
         (["word"], "unexpected word 'word'"),
@@ -69,7 +70,7 @@ def test_a_list_is_repeated_under_any_of_its_names():
         (["--rate=y"], "--rate: takes a number, not 'y'"),
         (["--compile=maybe"], "--compile: takes true or false, not 'maybe'"),
         (["--kind", "c"], "--kind: invalid choice: 'c'"),
-        (["--top_k"], "--top_k: expected one argument"),
+        (["--top_k"], "--top_k: expected one argument (a value that begins with - is given as --flag=-value)"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(argv, words):
@@ -86,6 +87,13 @@ def test_help_tells_defaults(capsys):
     assert "a rate of 100% (default: 0.5)" in " ".join(shown.split())
 
 
+@pytest.mark.parametrize("value", ["--well-known fact", "--- title-page", "--no-cache-at-all", "-5 degrees"])
+def test_a_value_is_left_as_it_was_typed(value):
+    assert parse(f"--prompt={value}").prompt == [value]
+    if " " in value:
+        assert parse("--prompt", value).prompt == [value]
+
+
 @pytest.mark.parametrize("error", [UsageError("no such flag"), MemoryError("too large")])
 def test_a_failure_leaves_with_its_status_and_one_line(error, capsys, monkeypatch):
     def fail(argv):
@@ -95,6 +103,18 @@ def test_a_failure_leaves_with_its_status_and_one_line(error, capsys, monkeypatc
         cli.run(fail, "tool")
     assert left.value.code == (2 if isinstance(error, UsageError) else 1)
     assert capsys.readouterr().err == f"tool: {error}\n"
+
+
+def test_running_out_of_memory_is_one_line(capsys):
+    def too_much(argv):
+        torch.empty(2**50)
+
+    with pytest.raises(SystemExit) as left:
+        cli.run(too_much, "tool")
+    assert left.value.code == 1
+    said = capsys.readouterr().err
+    assert said.startswith("tool: out of memory: ")
+    assert said.count("\n") == 1
 
 
 def test_ctrl_c_is_130():
@@ -143,13 +163,17 @@ def test_a_second_gpu_that_is_not_there(monkeypatch):
         cli.choose_device("cuda:1")
 
 
-def test_the_dtype_follows_the_device_unless_it_is_said(monkeypatch):
+def test_the_dtype_follows_the_device_unless_it_is_said(monkeypatch, tmp_path):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert cli.choose_dtype(None, cpu) == ("float32", None)
-    assert cli.choose_dtype(None, cuda) == ("auto", None)
-    assert cli.choose_dtype("bfloat16", cpu) == ("bfloat16", None)
+    save_model(tmp_path, tiny_model().bfloat16())
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    assert cli.choose_dtype(None, cpu, tmp_path) == ("float32", None)
+    assert cli.choose_dtype(None, cuda, tmp_path) == ("auto", None)
+    assert cli.choose_dtype("bfloat16", cpu, tmp_path) == ("bfloat16", None)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
-    assert cli.choose_dtype("bfloat16", cuda) == ("float32", "cuda has no bfloat16: using float32")
+    for asked in ("bfloat16", "auto", None):
+        assert cli.choose_dtype(asked, cuda, tmp_path) == ("float32", "cuda has no bfloat16: using float32")
+    assert cli.choose_dtype("float16", cuda, tmp_path) == ("float16", None)
 
 
 def test_peak_memory_is_in_bytes():

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 from tiny import tiny_config
 
 from nanodecoder import CheckpointError, RopeConfig
-from nanodecoder.families import FAMILIES, find_family, write_config
+from nanodecoder.families import BY_HEAD, FAMILIES, PLAIN, STACKED, TRANSPOSED, find_family, write_config
 
 LLAMA = {
     "model_type": "llama",
@@ -44,8 +45,13 @@ def test_head_dim_is_read_and_only_derived_when_nobody_says(given, width):
 
 
 @pytest.mark.parametrize("given", ["absent", None])
-def test_without_key_value_heads_every_query_head_has_its_own(given):
+def test_without_key_value_heads_every_query_head_has_its_own_or_the_familys_own_number_holds(given):
+    """As in transformers: Mistral's own code says 8 and Qwen's 32 where the key is absent; null is one per query head."""
     assert read(num_key_value_heads=given).n_kv_heads == 4
+    for model_type, absent in (("mistral", 8), ("qwen2", 32), ("qwen3", 32)):
+        wanted = absent if given == "absent" else 32
+        wide = {"model_type": model_type, "hidden_size": 512, "num_attention_heads": 32}
+        assert read(num_key_value_heads=given, **wide).n_kv_heads == wanted
 
 
 def test_biases_as_each_family_has_them():
@@ -70,8 +76,11 @@ def test_rope_in_both_dialects():
     c = read(rope_theta=5e5, rope_scaling={"type": "linear", "factor": 4})
     d = read(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5})
     assert c == d
-    assert c.rope[0] == RopeConfig(5e5, "linear", 4.0)
+    assert c.rope[0] == RopeConfig(5e5, "linear", factor=4.0)
     assert read().rope[0] == RopeConfig(theta=10_000.0)
+    both = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "linear", "factor": 3.0}}
+    assert read(**both).rope[0].factor == 2.0  # as transformers has it
+    assert read(rope_theta=7.0, rope_parameters={"rope_type": "default", "rope_theta": 9.0}).rope[0].theta == 9.0
 
 
 def test_llama3_in_both_dialects():
@@ -79,9 +88,14 @@ def test_llama3_in_both_dialects():
     old = read(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **stretch})
     new = read(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **stretch})
     assert old == new
-    assert old.rope[0] == RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64)
+    assert old.rope[0] == RopeConfig(
+        5e5, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=64
+    )
     del stretch["original_max_position_embeddings"]
     assert read(rope_scaling={"rope_type": "llama3", **stretch}).rope[0].original_max_seq_len == 128
+    stretch["original_max_position_embeddings"] = 64
+    outside = read(original_max_position_embeddings=32, rope_scaling={"rope_type": "llama3", **stretch})
+    assert outside.rope[0].original_max_seq_len == 32  # beside the object wins over inside it
 
 
 @pytest.mark.parametrize(
@@ -111,7 +125,12 @@ def test_qwens_window_is_off_unless_switched_on_and_slides_from_a_layer_on():
     assert windows(use_sliding_window=True, sliding_window=4, max_window_layers=2) == (None, None, 4, 4)
     types = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
     assert windows(use_sliding_window=True, sliding_window=4, max_window_layers=2, layer_types=types) == (4, None, None, 4)
-    assert windows(use_sliding_window=False, sliding_window=4, layer_types=types) == (None,) * 4
+    with pytest.raises(
+        CheckpointError, match="layer_types names layers that slide, but use_sliding_window switches windows off"
+    ):
+        windows(use_sliding_window=False, sliding_window=4, layer_types=types)
+    with pytest.raises(CheckpointError, match="but sliding_window switches windows off"):
+        windows(use_sliding_window=True, sliding_window=None, layer_types=types)
     assert windows(use_sliding_window=True, sliding_window=None, max_window_layers=2) == (None,) * 4
     assert windows(use_sliding_window=True, max_window_layers=3) == (None, None, None, 4096)
 
@@ -142,7 +161,7 @@ def test_layers_of_a_kind_that_we_do_not_have_are_refused(keys, words):
         ({"a": 1, "b": [2]}, r"asks for 'a': 1, 'b': \[2\]"),
         ({"quantization_config": {"bits": 4}}, "asks for 'quantization_config'"),
         ({"sliding_window": 512}, "asks for 'sliding_window': 512"),  # a llama has none
-        ({"hidden_act": "gelu"}, "asks for 'hidden_act' 'gelu'; here it can be 'silu' or 'swish'"),
+        ({"hidden_act": "gelu"}, "asks for 'hidden_act' 'gelu'; here it can be silu or swish"),
         ({"hidden_size": "absent"}, "has no 'hidden_size'"),
         ({"hidden_size": None}, "'hidden_size' is null and must be a whole number"),
         ({"hidden_size": "64"}, "'hidden_size' must be a whole number, not '64'"),
@@ -150,13 +169,72 @@ def test_layers_of_a_kind_that_we_do_not_have_are_refused(keys, words):
         ({"num_attention_heads": True}, "'num_attention_heads' must be a whole number, not True"),
         ({"tie_word_embeddings": 1}, "'tie_word_embeddings' must be true or false, not 1"),
         ({"num_attention_heads": 5}, "dim 64 is not a multiple of n_heads 5"),
-        ({"num_hidden_layers": 0}, "n_layers must be at least 1"),
+        ({"num_hidden_layers": 0}, "'num_hidden_layers' must be from 1 to 4096, not 0"),
         ({"rms_norm_eps": [1]}, r"'rms_norm_eps' must be a number, not \[1\]"),
     ],
 )
 def test_what_we_do_not_have_or_cannot_read_is_refused_by_name(keys, words):
     with pytest.raises(CheckpointError, match=words):
         read(**keys)
+
+
+def test_what_is_absent_is_what_the_familys_own_code_says():
+    assert read(rms_norm_eps="absent").norm_eps == 1e-6
+    assert read(max_position_embeddings="absent").max_seq_len == 2048
+    assert read(model_type="phi3", rms_norm_eps="absent").norm_eps == 1e-5
+
+
+def gemma(**keys):
+    return read(model_type="gemma", head_dim=16, **keys)
+
+
+def test_gemmas_gelu_means_the_tanh_kind_and_gpt2_tells_them_apart():
+    assert gemma(hidden_act="gelu").activation == gemma(hidden_act="gelu_pytorch_tanh").activation == "gelu_tanh"
+    gpt2 = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    kinds = {name: FAMILIES["gpt2"].read(gpt2 | {"activation_function": name}, "").activation for name in ("gelu", "gelu_new")}
+    assert kinds == {"gelu": "gelu", "gelu_new": "gelu_tanh"}
+    assert FAMILIES["gpt2"].read(gpt2, "").ffn_dim == 256
+
+
+def test_layers_without_rope_and_layers_of_another_theta():
+    keys = {"model_type": "smollm3", "rope_theta": 5e6}
+    assert [rope is not None for rope in read(**keys).rope] == [True, True, True, False]
+    assert [rope is not None for rope in read(no_rope_layers=[0, 1, 1, 0], **keys).rope] == [False, True, True, False]
+    with pytest.raises(CheckpointError, match="no_rope_layers must hold 4 numbers, 0 or 1"):
+        read(no_rope_layers=[0, 2, 1, 0], **keys)
+    gemma3 = read(model_type="gemma3_text", head_dim=16, sliding_window_pattern=2, num_hidden_layers=4)
+    assert [rope.theta for rope in gemma3.rope] == [1e4, 1e6, 1e4, 1e6]
+    assert gemma3.windows == (4096, None, 4096, None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"do_layer_norm_before": False}, "'do_layer_norm_before' false; here it can be true"),
+        (
+            {"word_embed_proj_dim": 32},
+            "word_embed_proj_dim 32 and hidden_size 64: projections around the blocks are not supported",
+        ),
+    ],
+)
+def test_opt_350ms_kind_is_refused_by_name(keys, words):
+    raw = {
+        "model_type": "opt",
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "ffn_dim": 9,
+    }
+    assert FAMILIES["opt"].read(raw, "").position_offset == 2
+    with pytest.raises(CheckpointError, match=words):
+        FAMILIES["opt"].read(raw | keys, "config.json")
+
+
+def test_an_option_that_says_nothing_new_is_not_refused():
+    assert read(model_type="mistral", attention_bias=False, partial_rotary_factor=1.0) == read(model_type="mistral")
+    unused = {"rope_type": "default", "factor": 4.0, "rope_theta": 10_000.0}
+    assert read(rope_parameters=unused) == read()
 
 
 def test_what_is_known_to_be_harmless_or_switched_off_is_not_refused():
@@ -176,7 +254,6 @@ def test_what_is_known_to_be_harmless_or_switched_off_is_not_refused():
         ({"model_type": "bert"}, "is a bert, an encoder: it reads in both directions and cannot generate"),
         ({"model_type": "t5"}, "is a t5, an encoder-decoder, and this is a decoder only"),
         ({"model_type": "newseq", "is_encoder_decoder": True}, "is a newseq, an encoder-decoder"),
-        ({"model_type": "rwkv"}, "has model_type 'rwkv', which is not supported; these can be loaded: llama, mistral, qwen2"),
         ({}, "has no 'model_type'"),
         ({"model_type": 3}, "'model_type' must be a string, not 3"),
     ],
@@ -190,11 +267,13 @@ CONFIGS = {
     "llama": [
         tiny_config(),
         tiny_config(qkv_bias=True, o_bias=True, ffn_bias=True, head_dim=8, tied_head=True),
-        tiny_config(rope=RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64)),
+        tiny_config(
+            rope=RopeConfig(5e5, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=64)
+        ),
     ],
     "mistral": [tiny_config(windows=4), tiny_config(rope=RopeConfig(kind="linear", factor=2.0), windows=7)],
     "qwen2": [tiny_config(qkv_bias=True), tiny_config(qkv_bias=True, windows=(None, 5))],
-    "qwen3": [tiny_config(qk_norm=True), tiny_config(qk_norm=True, windows=(5, None), head_dim=32)],
+    "qwen3": [tiny_config(qk_norm="head"), tiny_config(qk_norm="head", windows=(5, None), head_dim=32)],
 }
 
 
@@ -213,15 +292,60 @@ def test_a_dialect_is_kept_where_it_can_say_the_model():
 
 
 def test_what_no_dialect_can_say_is_refused():
-    for config in (tiny_config(qk_norm=True, ffn_bias=True), tiny_config(rope=(RopeConfig(), RopeConfig(theta=5.0)))):
+    for config in (tiny_config(qk_norm="head", ffn_bias=True), tiny_config(rope=(RopeConfig(), RopeConfig(theta=5.0)))):
         with pytest.raises(CheckpointError, match="no family of Hugging Face's can say all of this model"):
             write_config(config)
 
 
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_tensor_names_carry_the_layer(family):
-    assert family.tensor_name("blocks.11.attn.q_proj.bias") == "model.layers.11.self_attn.q_proj.bias"
-    assert family.tensor_name("blocks.0.ffn_norm.weight") == "model.layers.0.post_attention_layernorm.weight"
-    assert family.tensor_name("embed.weight") == "model.embed_tokens.weight"
-    assert family.tensor_name("norm.weight") == "model.norm.weight"
-    assert family.tensor_name("lm_head.weight") == "lm_head.weight"
+@pytest.mark.parametrize(
+    ("model_type", "parameter", "tensor"),
+    [
+        ("llama", "blocks.11.attn.q_proj.bias", "model.layers.11.self_attn.q_proj.bias"),
+        ("llama", "blocks.0.ffn_norm.weight", "model.layers.0.post_attention_layernorm.weight"),
+        ("gemma2", "blocks.3.attn_post_norm.weight", "model.layers.3.post_attention_layernorm.weight"),
+        ("gemma2", "blocks.3.ffn_norm.weight", "model.layers.3.pre_feedforward_layernorm.weight"),
+        ("phi3", "blocks.7.attn.v_proj.weight", "model.layers.7.self_attn.qkv_proj.weight"),
+        ("phi3", "blocks.7.ffn.up_proj.weight", "model.layers.7.mlp.gate_up_proj.weight"),
+        ("phi3", "blocks.7.ffn.down_proj.weight", "model.layers.7.mlp.down_proj.weight"),
+        ("gpt2", "blocks.10.ffn.up_proj.bias", "transformer.h.10.mlp.c_fc.bias"),
+        ("opt", "positions.weight", "model.decoder.embed_positions.weight"),
+        ("opt", "norm.bias", "model.decoder.final_layer_norm.bias"),
+        ("gpt_neox", "lm_head.weight", "embed_out.weight"),
+        ("gpt_neox", "embed.weight", "gpt_neox.embed_in.weight"),
+    ],
+)
+def test_tensor_names(model_type, parameter, tensor):
+    assert FAMILIES[model_type].tensor_name(parameter) == tensor
+
+
+def test_one_stored_tensor_may_hold_several_parameters_in_order():
+    q, k, v = (f"blocks.0.attn.{name}_proj.weight" for name in "qkv")
+    stored = FAMILIES["phi3"].stored([k, v, q])
+    assert stored["model.layers.0.self_attn.qkv_proj.weight"].parameters == (q, k, v)
+
+
+# ---- layouts, by hand
+
+
+def parts(*rows: int) -> list[torch.Tensor]:
+    """Numbered matrices of so many rows and three columns."""
+    return list(torch.arange(3.0 * sum(rows)).view(-1, 3).split(list(rows)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "rows"), [(STACKED, (4, 2, 2)), (TRANSPOSED, (4, 4, 4)), (BY_HEAD, (4, 4, 4)), (PLAIN, (5,))]
+)
+def test_what_is_joined_is_split_again(layout, rows):
+    given = parts(*rows)
+    for a, b in zip(layout.split(layout.join(given, 2), rows, 2), given, strict=True):
+        assert torch.equal(a, b)
+    biases = [part[:, 0] for part in given]
+    for a, b in zip(layout.split(layout.join(biases, 2), rows, 2), biases, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_layouts_by_hand():
+    q, k, v = parts(2, 2, 2)  # two heads of width 1
+    assert STACKED.join([q, k, v], 2)[:, 0].tolist() == [0, 3, 6, 9, 12, 15]
+    assert TRANSPOSED.join([q, k, v], 2)[0].tolist() == [0, 3, 6, 9, 12, 15]
+    assert BY_HEAD.join([q, k, v], 2)[:, 0].tolist() == [0, 6, 12, 3, 9, 15]  # head 0's q, k, v, then head 1's

@@ -25,7 +25,8 @@ def test_logits_and_greedy_tokens(name, path):
     x, wanted = expected["tokens"], expected["logits"]
     with torch.no_grad():
         assert (model(x) - wanted).abs().max() <= 1e-5
-        for sizes in ([5, 4, 31], [1] * 40):
+        whole_only = model.must_begin_anew(9, 9, 40)
+        for sizes in ([40],) if whole_only else ([5, 4, 31], [1] * 40):
             cache = nd.KVCache(model.config, 2, 40)
             got = torch.cat([model(piece, cache) for piece in x.split(sizes, dim=1)], 1)
             assert (got - wanted).abs().max() <= 1e-5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from tiny import byte_level, sentence_piece, tiny_model, tokens
 
 import nanodecoder as nd
-from nanodecoder.config import GenerationConfig
+from nanodecoder.config import GenerationConfig, RopeConfig
 from nanodecoder.generate import NO_TOKEN, default_sampler
 
 PROMPTS = [tokens(1, n, seed=n)[0].tolist() for n in (5, 1, 12)]
@@ -27,7 +28,7 @@ def ids_of(completions: list[nd.Completion]) -> list[list[int]]:
 # ---- rows
 
 
-@pytest.mark.parametrize("options", [{}, {"windows": 4}, {"qk_norm": True, "windows": (None, 3), "qkv_bias": True}])
+@pytest.mark.parametrize("options", [{}, {"windows": 4}, {"qk_norm": "head", "windows": (None, 3), "qkv_bias": True}])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_p": 0.9, "seeds": [7, 8, 9]}])
 def test_every_row_of_a_batch_is_that_prompt_alone(options, sampling):
     model = tiny_model(**options)
@@ -139,11 +140,17 @@ def test_any_end_id_ends_and_ignore_eos_ends_nothing():
     assert nd.complete(model, None, PROMPTS[:1], max_new_tokens=10, ignore_eos=True)[0].ids == free
     asked = nd.complete(model, None, PROMPTS[:1], max_new_tokens=10, stop_ids=[free[0]], ignore_eos=True)[0]
     assert (asked.ids, asked.finish_reason) == ([], "stop")
+    for kind in (torch.tensor, np.array):  # ids of any kind are ids
+        asked = nd.complete(model, None, kind([PROMPTS[0]]), max_new_tokens=10, stop_ids=kind([free[0]]), eos_ids=())[0]
+        assert (asked.ids, asked.finish_reason) == ([], "stop")
 
 
 def test_only_a_generated_end_id_ends_a_row_not_one_in_the_prompt():
+    free = nd.complete(tiny_model(), None, [[PROMPTS[0][0]] * 3], max_new_tokens=3)[0]
     model = ends_at(tiny_model(), PROMPTS[0][0])
-    assert nd.complete(model, None, [[PROMPTS[0][0]] * 3], max_new_tokens=3)[0].forwards >= 1
+    done = nd.complete(model, None, [[PROMPTS[0][0]] * 3], max_new_tokens=3)[0]
+    assert PROMPTS[0][0] not in free.ids
+    assert (done.ids, done.finish_reason) == (free.ids, "length")
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
@@ -287,7 +294,11 @@ def test_logits_that_are_no_numbers_name_the_step():
         ([[]], {}, "a prompt needs at least one id"),
         ([[3, 97]], {}, "id 97 at place 1 of the prompt is outside the vocabulary of 97"),
         ([[-1]], {}, "id -1 at place 0"),
-        ([3, 4], {}, r"a list of lists of ids, one per row: \[\[1, 2, 3\]\]"),
+        ([3, 4], {}, r"ids must be a sequence of whole numbers, prompts a list of such \(\[\[1, 2, 3\]\]"),
+        ([[3, 4.5]], {}, "ids must be a sequence of whole numbers"),
+        (["34"], {}, "ids must be a sequence of whole numbers"),
+        ([[3]], {"seeds": [1.5]}, "seeds must be whole numbers, one per prompt"),
+        ([[3]], {"seeds": 7}, "seeds must be whole numbers, one per prompt"),
         ([[3]], {"max_new_tokens": -1}, "max_new_tokens must be 0 or above, not -1"),
         ([[3]], {"seeds": [1, 2]}, "2 seeds for 1 prompts"),
         ([[3]], {"top_p": 3.0}, "top_p must be from 0 to 1"),
@@ -297,6 +308,43 @@ def test_logits_that_are_no_numbers_name_the_step():
 def test_what_cannot_be_done_is_refused_before_the_first_step(prompts, options, words):
     with pytest.raises(ValueError, match=words):
         nd.generate(tiny_model(), prompts, **options)
+
+
+def test_a_step_whose_sampler_failed_can_be_made_again():
+    fails = [True]
+
+    def sampler(logits, rows):
+        if rows.steps[0] == 3 and fails.pop() if fails else False:
+            raise RuntimeError("not now")
+        return logits.argmax(-1)
+
+    stepper, ids = nd.Stepper(tiny_model(), sampler=sampler), []
+    stepper.add(PROMPTS[0], max_new_tokens=5)
+    while len(stepper):
+        try:
+            ids.append(int(stepper.step().ids))
+        except RuntimeError:
+            assert len(ids) == 2
+    assert ids == nd.complete(tiny_model(), None, PROMPTS[:1], max_new_tokens=5)[0].ids
+
+
+def test_a_longrope_row_that_outgrows_its_original_length_is_computed_anew_alone():
+    """Its neighbours are not, and every token is as if the row had been fed whole; the loop without a cache agrees."""
+    rope = RopeConfig(
+        kind="longrope", original_max_seq_len=10, short_factors=(1.0,) * 8, long_factors=tuple(1.0 + i for i in range(8))
+    )
+    model = tiny_model(rope=rope)
+    options = {"max_new_tokens": 14, "temperature": 1.0, "seeds": [4, 5, 6]}
+    prompts = [tokens(1, n, seed=n)[0].tolist() for n in (8, 3, 12)]  # crosses, crosses later, begins beyond
+    together = nd.complete(model, None, prompts, **options)
+    assert ids_of(together) == ids_of(nd.complete(model, None, prompts, use_cache=False, **options))
+    plain = nd.complete(tiny_model(), None, prompts, **options)
+    assert ids_of(plain) != ids_of(together)
+    stepper = nd.Stepper(model)
+    stepper.add(prompts[0], max_new_tokens=5)
+    while len(stepper):
+        stepper.step()
+    assert (stepper.forwards, stepper.positions) == (5, 8 + 1 + 1 + 11 + 1)
 
 
 def test_an_unknown_setting_is_refused_by_name():

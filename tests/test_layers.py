@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import tiny_config
 
-from nanodecoder.layers import FeedForward, RMSNorm
+from nanodecoder.layers import ACTIVATION_FUNCTIONS, FeedForward, LayerNorm, RMSNorm, soft_cap
 
 
 def test_rms_norm_by_hand():
@@ -38,6 +38,41 @@ def test_swiglu_by_hand():
     gate, up = 0.5, -3.0
     wanted = gate / (1 + math.exp(-gate)) * up
     torch.testing.assert_close(ffn(torch.tensor([gate, up, 9.0, 9.0])), torch.tensor([wanted, 0, 0, 2 * wanted]))
+
+
+def test_a_norm_whose_weights_count_from_one():
+    norm, plain = RMSNorm(3, eps=1e-6, offset=1.0), RMSNorm(3, eps=1e-6)
+    plain.weight.data = torch.tensor([1.5, 0.5, 2.0])
+    norm.weight.data = plain.weight.data - 1
+    torch.testing.assert_close(norm(torch.tensor([1.0, 2.0, 3.0])), plain(torch.tensor([1.0, 2.0, 3.0])))
+    assert torch.equal(RMSNorm(3, 1e-6, offset=1.0).weight, torch.zeros(3))
+
+
+def test_layer_norm_is_torchs():
+    ours, theirs, x = LayerNorm(16, 1e-5), torch.nn.LayerNorm(16), torch.randn(3, 16)
+    for norm in (ours, theirs):
+        norm.weight.data, norm.bias.data = torch.arange(16.0), -torch.arange(16.0)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize(("name", "at_one"), [("silu", 0.731059), ("gelu", 0.841345), ("gelu_tanh", 0.841192), ("relu", 1.0)])
+def test_activations_are_told_apart(name, at_one):
+    assert ACTIVATION_FUNCTIONS[name](torch.tensor(1.0)).item() == pytest.approx(at_one, abs=1e-6)
+    assert ACTIVATION_FUNCTIONS[name](torch.tensor(-30.0)).item() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_plain_feed_forward_by_hand():
+    ffn = FeedForward(tiny_config(dim=2, n_heads=1, n_kv_heads=1, ffn_dim=2, gated=False, activation="relu", ffn_bias=True))
+    assert ffn.gate_proj is None
+    ffn.up_proj.weight.data, ffn.up_proj.bias.data = torch.eye(2), torch.tensor([0.0, -1.0])
+    ffn.down_proj.weight.data, ffn.down_proj.bias.data = 3 * torch.eye(2), torch.tensor([1.0, 1.0])
+    assert ffn(torch.tensor([2.0, 0.5])).tolist() == [7.0, 1.0]
+
+
+def test_the_soft_cap_bends_and_none_leaves():
+    x = torch.tensor([-1000.0, 0.1, 1000.0])
+    torch.testing.assert_close(soft_cap(x, 5.0), torch.tensor([-5.0, 5 * math.tanh(0.02), 5.0]))
+    assert torch.equal(soft_cap(x, None), x)
 
 
 def test_the_feed_forward_commutes_with_any_order_of_positions():

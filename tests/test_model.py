@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -87,7 +89,7 @@ def test_forward_is_trunk_then_head():
 
 
 def test_the_paths_agree_through_the_whole_model():
-    model, x = tiny_model(windows=(None, 5), qk_norm=True), tokens(2)
+    model, x = tiny_model(windows=(None, 5), qk_norm="head"), tokens(2)
     fused = model(x)
     model.attention = "explicit"
     torch.testing.assert_close(model(x), fused, **CLOSE)
@@ -104,6 +106,73 @@ def test_layers_may_turn_differently():
     cache = KVCache(model.config, 1, 12)
     pieces = [model(piece, cache) for piece in x.split(5, dim=1)]
     torch.testing.assert_close(torch.cat(pieces, 1), model(x), **CLOSE)
+
+
+LONGROPE = RopeConfig(
+    kind="longrope",
+    original_max_seq_len=10,
+    attention_factor=1.2,
+    short_factors=(1.0,) * 8,
+    long_factors=tuple(1.0 + i for i in range(8)),
+)
+
+
+@pytest.mark.parametrize("length", [9, 10, 11])
+def test_longrope_goes_by_each_rows_own_length(length):
+    """Just below, at and above the original length, alone and beside rows on the other side of it."""
+    model, x = tiny_model(rope=LONGROPE), tokens(3, 14)
+    together = model(x, counts=[length, 3, 14])
+    for row, count in enumerate([length, 3, 14]):
+        torch.testing.assert_close(together[row, :count], model(x[row : row + 1, :count])[0], **CLOSE)
+    short = tiny_model(rope=replace(LONGROPE, long_factors=LONGROPE.short_factors))
+    assert torch.allclose(model(x[:, :length]), short(x[:, :length]), atol=1e-4) == (length <= 10)
+
+
+def test_a_cached_row_may_not_cross_longropes_original_length_either_way():
+    model, x = tiny_model(rope=LONGROPE), tokens(1, 20)
+    cache = KVCache(model.config, 1, 20)
+    model(x[:, :8], cache)
+    with pytest.raises(
+        ValueError, match=r"row 0 holds 8 tokens \(at most 8\) and would be 12 long, across the original context"
+    ):
+        model(x[:, 8:12], cache)
+    cache.truncate(0)
+    torch.testing.assert_close(model(x[:, :12], cache), model(x[:, :12]), **CLOSE)
+    torch.testing.assert_close(model(x[:, 12:13], cache), model(x[:, :13])[:, 12:], **CLOSE)
+    cache.truncate(5)  # its five keys were turned for a long row
+    with pytest.raises(ValueError, match=r"holds 5 tokens \(at most 13\) and would be 6 long"):
+        model(x[:, 5:6], cache)
+    cache.truncate(0)
+    model(x[:, :6], cache)
+
+
+def test_dynamic_rope_turns_anew_with_the_length_and_so_has_no_cache_beyond_it():
+    rope = RopeConfig(kind="dynamic", factor=2.0, original_max_seq_len=10)
+    model, plain, x = tiny_model(rope=rope), tiny_model(), tokens(2, 16)
+    torch.testing.assert_close(model(x[:, :10]), plain(x[:, :10]), **CLOSE)
+    assert (model(x[:, :11]) - plain(x[:, :11])).abs().max() > 1e-3
+    ragged = model(x, counts=[16, 5])
+    torch.testing.assert_close(ragged[1, :5], model(x[1:, :5])[0], **CLOSE)
+    cache = KVCache(model.config, 2, 16)
+    model(x[:, :10], cache)
+    with pytest.raises(ValueError, match="row 0 would be 11 tokens long, and beyond 10 dynamic RoPE turns every position anew"):
+        model(x[:, 10:11], cache)
+
+
+def test_learned_positions_end_where_their_table_ends():
+    model, x = tiny_model(rope=None, learned_positions=True, position_offset=2, max_seq_len=8), tokens(1, 9)
+    cache = KVCache(model.config, 1, 9)
+    pieces = [model(piece, cache) for piece in x[:, :8].split(3, dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, 1), model(x[:, :8]), **CLOSE)
+    with pytest.raises(ValueError, match="row 0 would be 9 tokens long, and there are 8 learned positions"):
+        model(x[:, 8:], cache)
+    with pytest.raises(ValueError, match="there are 8 learned positions"):
+        model(x)
+
+
+def test_a_cache_made_for_another_model_is_refused():
+    with pytest.raises(ValueError, match="the cache was made for another config"):
+        tiny_model()(tokens(), KVCache(tiny_config(n_layers=3), 1, 20))
 
 
 def test_a_tied_head_is_the_embedding_and_an_untied_one_is_not():
@@ -159,7 +228,7 @@ def test_what_the_cache_keeps_carries_no_gradient():
 
 def test_training_reaches_every_parameter():
     """The loss is the caller's: cross_entropy(model(x), y)."""
-    model, x = tiny_model(qkv_bias=True, o_bias=True, ffn_bias=True, qk_norm=True).train(), tokens(2)
+    model, x = tiny_model(qkv_bias=True, o_bias=True, ffn_bias=True, qk_norm="head").train(), tokens(2)
     loss = torch.nn.functional.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
     loss.backward()
     for name, parameter in model.named_parameters():

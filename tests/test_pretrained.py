@@ -94,12 +94,15 @@ def test_smollm2_is_as_transformers_has_it(smollm2):
     def logits_of(ids):
         return theirs(torch.tensor([ids])).logits[0, -1]
 
+    def go_on(ids, n):
+        return nd.complete(model, None, [ids], max_new_tokens=n, ignore_eos=True)[0].ids
+
     for completion in batch:
         prompt = completion.prompt_ids
         x = torch.tensor([prompt])
         out = theirs.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=100, do_sample=False, eos_token_id=None)[0]
-        ties += compare_greedy(logits_of, completion.ids, prompt, out[len(prompt) :].tolist())
+        ties += compare_greedy(logits_of, go_on, prompt, completion.ids, out[len(prompt) :].tolist())
         assert (model(out[None]) - theirs(out[None]).logits).abs().max() <= 5e-4
     print(f"ties: {ties}")
     alone = nd.complete(model, tokenizer, PROMPTS[:1], max_new_tokens=100, ignore_eos=True)[0]
-    compare_greedy(logits_of, alone.ids, alone.prompt_ids, batch[0].ids)
+    compare_greedy(logits_of, go_on, alone.prompt_ids, alone.ids, batch[0].ids)

@@ -6,16 +6,15 @@ import math
 
 import pytest
 import torch
-from tiny import tiny_config, tiny_model
 
-from nanodecoder import Decoder, RopeConfig
+from nanodecoder import RopeConfig
 from nanodecoder.rope import angles, frequencies, rotate
 
 
 def turned(vector: list[float], position: int, rope: RopeConfig | None = None) -> torch.Tensor:
     rope = rope or RopeConfig()
     x = torch.tensor(vector)[None, None, None]  # (1, 1, 1, D)
-    return rotate(x, *angles(torch.tensor([[position]]), frequencies(rope, len(vector)), torch.float32))[0, 0, 0]
+    return rotate(x, angles(torch.tensor([[position]]), rope, len(vector), [position + 1], torch.float32))[0, 0, 0]
 
 
 def test_half_split_pairing_by_hand():
@@ -48,6 +47,51 @@ def test_llama3_stretch_has_the_published_frequencies():
     assert frequencies(RopeConfig(5e5), 16)[1:3] == pytest.approx([0.19392276, 0.03760603], abs=6e-9)
 
 
+def test_dynamic_stretch_has_the_published_frequencies():
+    """d 16, theta 1e4, factor 2, original 16: unscaled up to there; at 24 the base is 22081.79."""
+    rope = RopeConfig(kind="dynamic", factor=2.0, original_max_seq_len=16)
+    assert frequencies(rope, 16, 16) == frequencies(RopeConfig(), 16)
+    assert frequencies(rope, 16, 24)[:3] == pytest.approx([1, 0.28641497, 0.08203355], abs=1e-7)
+
+
+def test_yarn_keeps_the_fast_pairs_and_divides_the_slow_ones():
+    rope = RopeConfig(kind="yarn", factor=4.0, original_max_seq_len=64)
+    plain, stretched = frequencies(RopeConfig(), 32), frequencies(rope, 32)
+    assert stretched[0] == plain[0]
+    assert stretched[-1] == pytest.approx(plain[-1] / 4, rel=1e-6)
+    assert all(a / 4 - 1e-9 <= b <= a + 1e-9 for a, b in zip(plain, stretched, strict=True))
+
+
+def test_yarns_ramp_begins_and_ends_at_whole_pairs_unless_told_otherwise():
+    """d 64, original 4096: pair 10.47 turns 32 times, pair 22.51 once; rounded outwards the ramp goes from 10 to 23."""
+    plain = frequencies(RopeConfig(), 64)
+    for truncate, low, high in ((True, 10, 23), (False, 10.4715, 22.5133)):
+        got = frequencies(RopeConfig(kind="yarn", factor=4.0, original_max_seq_len=4096, truncate=truncate), 64)
+        for pair in (5, 11, 16, 22, 25):
+            divided = min(max((pair - low) / (high - low), 0), 1)
+            assert got[pair] == pytest.approx(plain[pair] * (1 - divided + divided / 4), rel=1e-4)
+
+
+def test_longrope_divides_each_pair_by_its_own_number_for_short_and_long_rows():
+    rope = RopeConfig(kind="longrope", original_max_seq_len=8, short_factors=(1.0, 2.0), long_factors=(4.0, 5.0))
+    plain = frequencies(RopeConfig(), 4)
+    assert frequencies(rope, 4, 8) == pytest.approx([plain[0], plain[1] / 2])
+    assert frequencies(rope, 4, 9) == pytest.approx([plain[0] / 4, plain[1] / 5])
+
+
+def test_a_fraction_of_a_head_turns_and_the_rest_passes():
+    """Of 8 features the first 4 turn, 0 with 2 and 1 with 3, as a head of 4 would; the others pass as they are."""
+    vector = [0.3, -1.2, 0.7, 2.0, 5.0, 6.0, 7.0, 8.0]
+    got = turned(vector, 3, RopeConfig(fraction=0.5))
+    torch.testing.assert_close(got[:4], turned(vector[:4], 3))
+    assert got[4:].tolist() == vector[4:]
+
+
+def test_the_attention_factor_multiplies_what_turns():
+    vector = [0.3, -1.2, 0.7, 2.0]
+    torch.testing.assert_close(turned(vector, 3, RopeConfig(attention_factor=1.5)), 1.5 * turned(vector, 3))
+
+
 def test_linear_stretch_at_four_times_the_position_is_the_unstretched_angle():
     vector = [0.3, -1.2, 0.7, 2.0]
     torch.testing.assert_close(turned(vector, 40, RopeConfig(kind="linear", factor=4.0)), turned(vector, 10))
@@ -57,17 +101,9 @@ def test_linear_stretch_at_four_times_the_position_is_the_unstretched_angle():
 def test_half_precision_keeps_neighbouring_positions_apart(dtype):
     """bfloat16 cannot tell position 256 from 257; the angles can, since they are cast once, at the end."""
     positions = torch.arange(4096)[None]
-    model = tiny_model().to(dtype)
-    (per_position,) = model._frequencies.values()
-    cos, sin = angles(positions, per_position, dtype)
-    exact_cos, exact_sin = angles(positions, frequencies(RopeConfig(), 16), torch.float32)
+    cos, sin = angles(positions, RopeConfig(), 16, [4096], dtype)
+    exact_cos, exact_sin = angles(positions, RopeConfig(), 16, [4096], torch.float32)
     assert cos.dtype == dtype
     assert torch.equal(cos, exact_cos.to(dtype))
     assert torch.equal(sin, exact_sin.to(dtype))
     assert not torch.equal(cos[0, 0, 256], cos[0, 0, 257])
-
-
-def test_a_model_made_on_the_meta_device_turns_as_any_other():
-    with torch.device("meta"):
-        on_meta = Decoder(tiny_config())
-    assert on_meta._frequencies == tiny_model()._frequencies

@@ -120,10 +120,12 @@ def test_bfloat16_runs(capsys, ckpt):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--temperature", "-1"], r"temperature must be 0 \(greedy\) or above"),
+        (["--temperature", "-1"], r"temperature must be 0 \(greedy\) or from 1e-37 to 1e37"),
         (["--num_samples", "0"], "--num_samples must be 1 or above, not 0"),
         (["-n", "-3"], "max_new_tokens must be 0 or above, not -3"),
         (["-p", "the fox " * 40], "the prompt has .* tokens, 100 new ones are asked for, and the context holds 64"),
+        (["-p", "-", "-p", "-"], "--prompt - is given twice"),
+        (["-p", "half \udcec"], r"the prompt is not UTF-8 \(surrogates not allowed, at 5\)"),
         (["--temprature", "1"], "unknown option '--temprature'; did you mean --temperature?"),
     ],
 )
@@ -161,6 +163,14 @@ def test_a_failure_has_its_exit_status_and_no_traceback(argv, status, words):
     assert (done.returncode, done.stdout) == (status, "")
     assert done.stderr.startswith(words)
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("redirect", ["| head -c 3", "> /dev/full", ">&-", "< /dev/null"])
+def test_an_output_that_goes_away_or_is_full_is_no_traceback(ckpt, redirect):
+    command = f"{sys.executable} sample.py --ckpt {ckpt} -p the -n 60 --quiet {redirect}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") <= 1
 
 
 def test_text_is_streamed_while_it_is_made(ckpt):

@@ -47,7 +47,7 @@ def test_greedy_takes_the_first_of_the_largest_and_draws_nothing():
     assert Sampler().probabilities(logits).tolist() == [[0, 1, 0], [1, 0, 0]]
 
 
-@pytest.mark.parametrize("temperature", [1e-4, 1e-8, 1e-42])
+@pytest.mark.parametrize("temperature", [1e-4, 1e-8, 1e-37])
 def test_a_tiny_temperature_is_greedy_and_finite(temperature):
     got = Sampler(temperature).probabilities(torch.tensor([[3.0, 1e4, -1e4]]))
     assert got.tolist() == [[0, 1, 0]]
@@ -200,6 +200,16 @@ def test_the_noise_is_gumbel_noise_and_independent_across_seeds_positions_and_id
         assert torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1].abs() < 0.01
 
 
+def test_the_noise_is_finite_at_both_ends_of_the_hash(monkeypatch):
+    """The largest 32-bit word would make u = 1 and the noise -inf, so that an impossible id could win."""
+    from nanodecoder import sampler
+
+    monkeypatch.setattr(sampler, "_mix", lambda x: torch.full_like(x, 0xFFFF_FFFF))
+    assert gumbel([0], [0], 4).isfinite().all()
+    monkeypatch.setattr(sampler, "_mix", torch.zeros_like)
+    assert gumbel([0], [0], 4).isfinite().all()
+
+
 def test_without_rows_torchs_own_seed_decides():
     logits, sampler = torch.zeros(1, 1000), Sampler(1.0)
     torch.manual_seed(3)
@@ -215,14 +225,16 @@ def test_without_rows_torchs_own_seed_decides():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"temperature": -0.1}, r"temperature must be 0 \(greedy\) or above, not -0.1"),
+        ({"temperature": -0.1}, r"temperature must be 0 \(greedy\) or from 1e-37 to 1e37, not -0.1"),
         ({"temperature": math.nan}, "temperature must be"),
         ({"temperature": math.inf}, "temperature must be"),
         ({"top_k": -1}, r"top_k must be a whole number, 0 \(off\) or above, not -1"),
         ({"top_k": 2.5}, "top_k must be a whole number"),
         ({"top_p": 1.5}, r"top_p must be from 0 to 1 \(off\), not 1.5"),
         ({"min_p": -0.5}, r"min_p must be from 0 \(off\) to 1"),
-        ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
+        ({"repetition_penalty": 0}, r"repetition_penalty must be from 1e-6 to 1e6 \(1 is off\), not 0"),
+        ({"top_k": 2.0}, "top_k must be a whole number"),
+        ({"temperature": 1e-50}, "temperature must be 0"),
     ],
 )
 def test_values_out_of_range_are_refused_with_the_range(settings, words):

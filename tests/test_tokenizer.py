@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from strategies import texts
@@ -166,6 +168,32 @@ def test_special_marks_are_left_out_or_shown_and_ids_beyond_the_vocabulary_are_n
     assert pieces.decode(ids) == "the"
     assert pieces.decode(ids, special=True).replace(" ", "") == "<s>the</s>"
     assert pieces.token_bytes(50_000) == b""
+    assert pieces.token_bytes(2) == b"</s>"
+
+
+def test_ids_of_any_kind_are_ids(pieces):
+    ids = pieces.encode("the fox")
+    for kind in (torch.tensor, np.array):
+        assert pieces.decode(kind(ids)) == "the fox"
+
+
+def test_what_training_cut_or_padded_is_nobodys_wish_here(tmp_path):
+    folder = sentence_piece(tmp_path)
+    plain = Tokenizer.load(folder).encode("the quick fox")
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    raw["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    raw["padding"] = {"strategy": {"Fixed": 30}, "direction": "Right", "pad_to_multiple_of": None}
+    raw["padding"] |= {"pad_id": 2, "pad_type_id": 0, "pad_token": "</s>"}
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.encode("the quick fox") == plain
+    assert json.loads(tokenizer.files()["tokenizer.json"])["truncation"]["max_length"] == 4  # and yet it is kept
+
+
+def test_an_end_mark_in_the_template_is_not_bos(tmp_path):
+    folder = sentence_piece(tmp_path, "$A </s>")
+    (folder / "tokenizer_config.json").unlink()
+    assert Tokenizer.load(folder).bos_id is None
 
 
 def test_bytes_of_a_token(bytewise, pieces):

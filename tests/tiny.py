@@ -13,13 +13,16 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from nanodecoder import Decoder, ModelConfig
 
 
-def redraw(model: torch.nn.Module, seed: int = 0, std: float = 0.15) -> None:
-    """Every parameter from N(0, std); norm weights around 1. Default biases are all zero and norms all one: no test bites."""
+def redraw(model: torch.nn.Module, seed: int = 0, std: float = 0.15, offset: bool = False) -> None:
+    """Every parameter from N(0, std); norm weights around 1, or around 0 where the model adds 1 itself (`offset`).
+
+    Default biases are all zero and norms all one: with those no test bites.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-            if "norm" in name and name.endswith("weight"):
+            if ("norm" in name or ".ln_" in name) and name.endswith("weight") and not offset:
                 parameter.add_(1.0)
 
 
@@ -30,7 +33,7 @@ def tiny_config(**options: Any) -> ModelConfig:
 
 def tiny_model(seed: int = 0, **options: Any) -> Decoder:
     model = Decoder(tiny_config(**options)).eval()
-    redraw(model, seed)
+    redraw(model, seed, offset=bool(model.config.norm_offset))
     return model
 
 
