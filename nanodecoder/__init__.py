@@ -4,16 +4,16 @@
     model, tokenizer = nd.load_model(path), nd.Tokenizer.load(path)
     print(nd.complete(model, tokenizer, ["Once upon a time"], max_new_tokens=50)[0].text)
 
-The files in reading order: config, rope, layers, cache, attention, model (the decoder itself); then families, checkpoint,
-tokenizer, sampler, generate.
+The files in reading order: config, rope, layers, cache, attention, model (the decoder itself); then parts, families, storage,
+checkpoint, tokenizer, sampler, generate.
 """
 
 from .cache import KVCache
 from .checkpoint import load_model, save_model
 from .config import ModelConfig, RopeConfig
-from .families import CheckpointError
 from .generate import Completion, Stepper, complete, generate
 from .model import Decoder
+from .parts import CheckpointError
 from .sampler import Sampler
 from .tokenizer import Tokenizer
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import operator
 import os
 import re
 import warnings
@@ -20,28 +19,22 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from .config import GenerationConfig, ModelConfig
-from .families import FAMILIES, CheckpointError, Family, Fields, Stored, find_family, write_config
+from .families import FAMILIES, Family, find_family, write_config
 from .model import Decoder
+from .parts import CheckpointError, Fields, Stored
+from .storage import CONFIG, INDEX, SPELLED, WEIGHTS, StoredTensor, Weights, find_folder, read_bytes, read_json
 
-CONFIG, WEIGHTS, INDEX, GENERATION = (
-    "config.json",
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "generation_config.json",
-)
+GENERATION = "generation_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 READERS = 4  # threads that copy tensors from disk
-MAX_HEADER = 100_000_000  # bytes; the safetensors format's own limit
-FLOATS = {"F64", "F32", "F16", "BF16"}  # as safetensors spells them
 # Keys of generation_config.json that change no token here, and the values at which the others change none.
 HARMLESS_GENERATION = frozenset(
     "temperature top_k top_p min_p bos_token_id eos_token_id pad_token_id decoder_start_token_id transformers_version "
@@ -74,174 +67,6 @@ class Saves(Protocol):
     def files(self) -> dict[str, bytes]: ...
 
 
-# ---------------------------------------------------------------------------------------------------------- reading JSON
-
-
-def read_bytes(path: Path) -> bytes:
-    """A file's content. Raises CheckpointError when it cannot be read."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError when it is missing, unreadable, not an object, or names a key twice."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise CheckpointError(f"{path} has the key {twice!r} twice; remove one")
-        return found
-
-    try:
-        raw = json.loads(read_bytes(path).decode("utf-8"), object_pairs_hook=once)
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested beyond reason
-        raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from None
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not {type(raw).__name__}")
-    return raw
-
-
-# ------------------------------------------------------------------------------------------------------- finding weights
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredTensor:
-    """Where one tensor lies on disk."""
-
-    file: Path
-    dtype: str  # as safetensors spells it: F32, BF16, …
-    shape: tuple[int, ...]
-
-
-def find_folder(path: str | Path) -> tuple[Path, Path | None]:
-    """A checkpoint's folder, and the one weights file to read if `path` names one. Raises CheckpointError: what is there."""
-    path = Path(path)
-    try:
-        return _find_folder(path)
-    except OSError as error:  # no permission to look, or a name that no file can have
-        raise CheckpointError(f"cannot look at {path!s:.200}: {error.strerror}") from None
-
-
-def _find_folder(path: Path) -> tuple[Path, Path | None]:
-    if path.is_file():
-        if path.suffix != ".safetensors":
-            raise CheckpointError(
-                f"{path} is not a .safetensors file; give a checkpoint folder or such a file beside its {CONFIG}"
-            )
-        folder, file = path.parent, path
-    elif path.is_dir():
-        folder, file = path, None
-    else:
-        raise CheckpointError(
-            f"there is no folder or file {str(path)!r}; give the path of a checkpoint folder with a {CONFIG} in it"
-        )
-    if not (folder / CONFIG).is_file():
-        found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
-        raise CheckpointError(f"there is no {CONFIG} in {folder} (found: {found}); give the folder that has one")
-    return folder, file
-
-
-def _read_index(folder: Path) -> dict[str, str]:
-    """Tensor name -> shard, with every shard a plain file name that is there."""
-    where = folder / INDEX
-    if not where.is_file():
-        found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8])
-        raise CheckpointError(f"there is no {WEIGHTS} and no {INDEX} in {folder} (found: {found}); download the weights")
-    shard_of = Fields(read_json(where), str(where)).take("weight_map", dict)
-    if not shard_of:
-        raise CheckpointError(f"{where} names no tensors; download it again")
-    for name in shard_of.values():
-        if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name or "\\" in name or len(name) > 255:
-            raise CheckpointError(f"{where} names {name!r:.60}, which is not a file of its own folder; refused")
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{where} names {name}, which is not in {folder}; download it")
-    return shard_of
-
-
-def stored_tensors(folder: Path, file: Path | None = None) -> dict[str, StoredTensor]:
-    """Every tensor of the checkpoint by name, from the headers alone; `file` is the only one to read, if given.
-
-    model.safetensors is read where it is, else the shards that the index names: it decides which holds what, and
-    a shard that it does not name is not looked at.
-    """
-    index: dict[str, str] = {}
-    if file is None and not (folder / WEIGHTS).is_file():
-        index = _read_index(folder)
-    files = sorted({folder / shard for shard in index.values()}) if index else [file or folder / WEIGHTS]
-    tensors = {
-        name: stored for path in files for name, stored in read_header(path).items() if index.get(name, path.name) == path.name
-    }
-    for name, shard in index.items():
-        if name not in tensors:
-            raise CheckpointError(f"{folder / INDEX} says that {name} is in {shard}, and it is not; download both again")
-    return tensors
-
-
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """A safetensors file's header, checked against the file's size before anything is believed.
-
-    The format: 8 bytes with the header's length, the header as JSON, then the tensors' bytes.
-    Raises CheckpointError for a truncated file, a git-lfs pointer, or a header that claims what is not there.
-    """
-    again = "download it again (if it came by git: git lfs pull)"
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
-    with file:
-        size = os.fstat(file.fileno()).st_size
-        start = file.read(8)
-        length = int.from_bytes(start, "little")
-        if start == b"version ":  # a pointer file begins "version https://git-lfs…"
-            raise CheckpointError(f"{path} is {size} bytes of git-lfs pointer instead of weights: run git lfs pull")
-        if size < 8 or length > size - 8:
-            raise CheckpointError(
-                f"{path} has {size} bytes, and its header alone would need {8 + length if size >= 8 else 8}; {again}"
-            )
-        if length > MAX_HEADER:
-            raise CheckpointError(f"{path} claims a header of {length} bytes, and none is longer than {MAX_HEADER}; {again}")
-        try:
-            header = json.loads(file.read(length))
-        except (ValueError, RecursionError):
-            raise CheckpointError(f"{path} has a header of {length} bytes that is not JSON; {again}") from None
-    tensors, end = {}, 0
-    try:
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            shape = tuple(operator.index(n) for n in entry["shape"])
-            tensors[name] = StoredTensor(path, str(entry["dtype"]), shape)
-            end = max(end, operator.index(entry["data_offsets"][1]))
-    except (AttributeError, KeyError, IndexError, TypeError):
-        raise CheckpointError(f"{path} has a header that does not describe tensors; {again}") from None
-    if size != 8 + length + end:
-        raise CheckpointError(f"{path} has {size} bytes and its header describes {8 + length + end}; {again}")
-    return tensors
-
-
-class Reader:
-    """Opens each weights file once and hands out tensors by name, mapped from disk, not yet read."""
-
-    def __init__(self, tensors: dict[str, StoredTensor]) -> None:
-        self.tensors = tensors
-        self._open: dict[Path, Any] = {}
-        self._lock = Lock()
-
-    def __getitem__(self, name: str) -> Tensor:
-        path = self.tensors[name].file
-        try:
-            with self._lock:
-                if path not in self._open:
-                    self._open[path] = safe_open(path, framework="pt")
-            return self._open[path].get_tensor(name)
-        except SafetensorError as error:
-            raise CheckpointError(f"{path} cannot be read as safetensors ({error}); download it again") from None
-
-
 # --------------------------------------------------------------------------------------------------------------- loading
 
 
@@ -261,21 +86,23 @@ def load_model(
     where = str(folder / CONFIG)
     raw = read_json(folder / CONFIG)
     family = find_family(raw, where)
-    reader = Reader(stored_tensors(folder, file))
+    weights = Weights(folder, file)
     if family is None:
-        raise CheckpointError(_nearest_family(raw, where, reader.tensors))
-    config = _settle_head(family.read(raw, where), family, reader)
-    target = _choose_dtype(dtype, raw, where, reader.tensors)
-    model = _empty_model(config, where, len(reader.tensors))
-    wanted = _match(model, family, reader.tensors, where)
+        raise CheckpointError(_nearest_family(raw, where, weights.tensors))
+    for pickled in sorted({stored.file.name for stored in weights.tensors.values() if stored.file.suffix == ".bin"})[:1]:
+        _warn(f"{pickled} is a pickle: its tensors were read and none of its code was run; safetensors is faster and safer")
+    config = _settle_head(family.read(raw, where), family, weights)
+    target = _choose_dtype(dtype, raw, where, weights.tensors)
+    model = _empty_model(config, where, len(weights.tensors))
+    wanted = _match(model, family, weights.tensors, where)
 
     def fetch(item: tuple[str, Stored]) -> dict[str, Tensor]:
         """One tensor of the file -> our own copies of the parameters in it, so that nothing depends on the file afterwards."""
         name, stored = item
         rows = [model.get_parameter(parameter).shape[0] for parameter in stored.parameters]
-        parts = stored.layout.split(reader[name], rows, config.n_heads)
+        parts = stored.layout.split(weights[name], rows, config.n_heads)
         return {
-            parameter: part.to(device=device, dtype=target, copy=True).contiguous()
+            parameter: torch.empty(part.shape, device=device, dtype=target).copy_(part)
             for parameter, part in zip(stored.parameters, parts, strict=True)
         }
 
@@ -309,16 +136,16 @@ def _named(family: Family, parameter: str, tensors: dict[str, StoredTensor]) -> 
     return name.removeprefix(family.prefix) if bare else name
 
 
-def _settle_head(config: ModelConfig, family: Family, reader: Reader) -> ModelConfig:
+def _settle_head(config: ModelConfig, family: Family, weights: Weights) -> ModelConfig:
     """Whether the head is tied, from config.json and from what the file holds, as transformers 5.24 decides it.
 
     A file with a head of its own, different from the embedding, is believed over the flag. One with a single one of the
     two is used for both when they are tied.
     """
-    embed, head = (_named(family, parameter, reader.tensors) for parameter in ("embed.weight", "lm_head.weight"))
-    if not config.tied_head or embed not in reader.tensors or head not in reader.tensors:
+    embed, head = (_named(family, parameter, weights.tensors) for parameter in ("embed.weight", "lm_head.weight"))
+    if not config.tied_head or embed not in weights.tensors or head not in weights.tensors:
         return config
-    alike = reader.tensors[embed].shape == reader.tensors[head].shape and torch.equal(reader[embed], reader[head])
+    alike = weights.tensors[embed].shape == weights.tensors[head].shape and torch.equal(weights[embed], weights[head])
     if alike:
         return config
     _warn(f"config.json ties the head to the embedding, but the file holds {head} with other values: the head is kept apart")
@@ -332,7 +159,7 @@ def _warn(sentence: str) -> None:
 def own_dtype(path: str | os.PathLike[str]) -> torch.dtype:
     """The dtype that a checkpoint is in by its own word: what `load_model(path, dtype="auto")` loads it in."""
     folder, file = find_folder(path)
-    return _choose_dtype("auto", read_json(folder / CONFIG), str(folder / CONFIG), stored_tensors(folder, file))
+    return _choose_dtype("auto", read_json(folder / CONFIG), str(folder / CONFIG), Weights(folder, file).tensors)
 
 
 def _choose_dtype(
@@ -383,10 +210,10 @@ def _match(model: Decoder, family: Family, tensors: dict[str, StoredTensor], whe
             raise CheckpointError(
                 f"{name} in {found.file.name} has shape {list(found.shape)}, and {where} calls for {list(shape)}"
             )
-        if found.dtype not in FLOATS:
+        if found.dtype not in SPELLED.values():
             raise CheckpointError(
-                f"{name} in {found.file.name} is of dtype {found.dtype}, not one of {', '.join(sorted(FLOATS))}: quantized "
-                "checkpoints are not supported"
+                f"{name} in {found.file.name} is of dtype {found.dtype}, not one of {', '.join(sorted(SPELLED.values()))}: "
+                "quantized checkpoints are not supported"
             )
     return wanted
 

@@ -26,7 +26,7 @@ import torch
 
 from .cache import out_of_memory
 from .checkpoint import own_dtype
-from .families import CheckpointError
+from .parts import CheckpointError
 
 T = TypeVar("T")
 

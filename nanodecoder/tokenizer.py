@@ -11,12 +11,15 @@ import json
 import operator
 import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from .checkpoint import find_folder, read_bytes, read_json, token_text
-from .families import CheckpointError
+from .checkpoint import token_text
+from .families import find_family
+from .parts import CheckpointError
+from .storage import CONFIG, find_folder, read_bytes, read_json
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 KEPT = (TOKENIZER, SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
@@ -55,18 +58,33 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Tokenizer:
-        """From a checkpoint folder. Raises CheckpointError when it has no usable tokenizer.json."""
+        """From a checkpoint folder: its tokenizer.json, or vocab.json with merges.txt (GPT-2's and OPT's older form).
+
+        Raises CheckpointError when it has neither, or one that cannot be read.
+        """
         folder, _ = find_folder(path)
-        file = folder / TOKENIZER
-        if not file.is_file():
-            raise CheckpointError(f"there is no {TOKENIZER} in {folder}; download it, or give ids instead of text")
-        text = read_bytes(file)
-        try:
-            core = tokenizers.Tokenizer.from_buffer(text)
-        except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{file} is not a tokenizer that can be read ({error}); download it again") from None
-        settings = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
+        family = find_family(read_json(folder / CONFIG), str(folder / CONFIG))
+        stated = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
+        settings = {**(family.tokenizer if family is not None else {}), **stated}
         kept = {name: read_bytes(folder / name) for name in KEPT if (folder / name).is_file()}
+        try:
+            if TOKENIZER in kept:
+                core = tokenizers.Tokenizer.from_buffer(kept[TOKENIZER])
+            elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+                core = _byte_level_bpe(folder / "vocab.json", folder / "merges.txt", settings)
+            elif (folder / "tokenizer.model").is_file():
+                raise CheckpointError(
+                    f"{folder} has a SentencePiece tokenizer.model and no {TOKENIZER}; convert it with "
+                    "transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR), or give ids instead of text"
+                )
+            else:
+                raise CheckpointError(f"there is no {TOKENIZER} in {folder}; download it, or give ids instead of text")
+        except CheckpointError:
+            raise
+        except BaseException as error:  # the library raises bare Exception, and panics beyond that
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise CheckpointError(f"the tokenizer in {folder} cannot be read ({error}); download it again") from None
         return cls(core, settings, kept)
 
     def files(self) -> dict[str, bytes]:
@@ -133,8 +151,6 @@ class Tokenizer:
         piece = self._core.id_to_token(index) if index >= 0 else None
         if piece is None:
             return b""
-        if index in self._special_ids:
-            return piece.encode()
         if "ByteLevel" in self._decoders:
             if all(character in BYTE_OF for character in piece):
                 return bytes(BYTE_OF[character] for character in piece)
@@ -181,6 +197,32 @@ class Stream:
     def finish(self) -> str:
         """What is left: bytes that no character was made of, as "�"."""
         return self._characters.decode(b"", final=True)
+
+
+def _byte_level_bpe(vocab_file: Path, merges_file: Path, settings: dict[str, Any]) -> tokenizers.Tokenizer:
+    """GPT-2's byte-level BPE from its two files: piece -> id, and which pairs are merged first."""
+    vocab = read_json(vocab_file)
+    lines = read_bytes(merges_file).decode("utf-8").splitlines()
+    merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+    if not all(len(pair) == 2 for pair in merges):
+        raise CheckpointError(f"{merges_file} must hold two pieces a line; download it again")
+    unknown = next((pair for pair in merges if not {*pair, "".join(pair)} <= vocab.keys()), None)
+    if unknown:
+        raise CheckpointError(
+            f"{merges_file} merges {' and '.join(unknown)}, and {vocab_file.name} lacks one of them or both together"
+        )
+    core = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=bool(settings.get("add_prefix_space")))
+    core.decoder = tokenizers.decoders.ByteLevel()
+    named = [token_text(settings.get(f"{name}_token")) for name in ("bos", "eos", "unk", "pad")]
+    marks = [content for content in dict.fromkeys(named) if content in vocab]
+    core.add_special_tokens([tokenizers.AddedToken(content, special=True, normalized=False) for content in marks])
+    bos = token_text(settings.get("bos_token"))
+    if settings.get("add_bos_token") and bos in vocab:
+        core.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, vocab[bos])]
+        )
+    return core
 
 
 def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:

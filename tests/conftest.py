@@ -10,6 +10,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers looks for files on the hub that a folder lacks
 FIXTURES = Path(__file__).parent / "fixtures"
 SHARED = Path(os.environ.get("NANODECODER_SHARED", ROOT.parent / "shared"))
 MODELS = Path(os.environ.get("NANODECODER_MODELS", Path.home() / ".cache" / "nanodecoder"))

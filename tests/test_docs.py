@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -10,7 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import MODELS, ROOT
+from safetensors.torch import load_file, save_file
+from tiny import tiny_config, tiny_model, tokens
+
+import nanodecoder as nd
 
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")), "weights/README.md"]
 
@@ -43,19 +49,23 @@ def run(desk: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [line for _, line in COMMANDS if line.startswith("python sample.py")])
-def test_a_command_writes_text(desk, command):
+@pytest.mark.parametrize("command", [line for _, line in COMMANDS if line.startswith(("python sample.py", "python -m"))])
+def test_a_command_writes_what_it_should(desk, command):
+    if "--against transformers" in command:
+        pytest.importorskip("transformers", reason="the parity extra is not installed")
     done = run(desk, sys.executable, *shlex.split(command)[1:])
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
-    assert "forward passes" in done.stderr
+    assert "sample.py" not in command or "forward passes" in done.stderr
 
 
 def test_every_command_is_known_and_its_files_are_there():
     """Those that no test can run (a download, an installation, this very suite) at least name what exists."""
     for page, line in COMMANDS:
         words = shlex.split(line)
-        if words[0] == "python":
+        if words[:2] == ["python", "-m"]:
+            assert words[2] in ("nanodecoder", "bench.load"), (page, line)
+        elif words[0] == "python":
             assert (ROOT / words[1]).is_file(), (page, line)
         else:
             assert words[:2] in (["pip", "install"], ["hf", "download"]) or words == ["pytest"], (page, line)
@@ -70,6 +80,50 @@ def test_the_download_command_has_the_options_that_are_used():
         pytest.skip("the hf command is not installed here")
     shown = subprocess.run([hf, "download", "--help"], capture_output=True, text=True).stdout
     assert "--local-dir" in shown
+
+
+def test_the_family_that_the_page_adds_loads_a_checkpoint_of_it(tmp_path):
+    """docs/families.md adds a family from nothing; a checkpoint with its names computes what ours with its weights does."""
+    ((_, code),) = blocks("python family")
+    config = tiny_config(qkv_bias=True, windows=5)
+    model = tiny_model(qkv_bias=True, windows=5)
+    try:
+        write_heron(tmp_path, model)
+        with pytest.raises(nd.CheckpointError, match="'heron', which is not supported; by its tensors it is like"):
+            nd.load_model(tmp_path)
+        exec(code, {})
+        loaded = nd.load_model(tmp_path)
+        assert loaded.config == config
+        assert torch.equal(loaded(tokens()), model(tokens()))
+        nd.save_model(tmp_path / "again", loaded)
+        names = [load_file(folder / "model.safetensors").keys() for folder in (tmp_path, tmp_path / "again")]
+        assert names[0] == names[1]
+        assert torch.equal(nd.load_model(tmp_path / "again")(tokens()), model(tokens()))
+        write_heron(tmp_path, model, dropout_at_inference=True)
+        with pytest.raises(nd.CheckpointError, match="'dropout_at_inference' true; here it can be false"):
+            nd.load_model(tmp_path)
+    finally:
+        nd.families.FAMILIES.pop("heron", None)
+
+
+def write_heron(folder: Path, model: nd.Decoder, **keys) -> None:
+    """A checkpoint as the page describes it, written without the code that reads it."""
+    c = model.config
+    raw = {"model_type": "heron", "vocab_size": c.vocab_size, "width": c.dim, "depth": c.n_layers, "heads": c.n_heads}
+    raw |= {"kv_heads": c.n_kv_heads, "ffn_width": c.ffn_dim, "context": c.max_seq_len, "window": 5, **keys}
+    (folder / "config.json").write_text(json.dumps(raw))
+    tensors = {"backbone.embed.weight": model.embed.weight, "backbone.norm.weight": model.norm.weight}
+    tensors["head.weight"] = model.lm_head.weight
+    for n, block in enumerate(model.blocks):
+        at = f"backbone.layers.{n}."
+        for kind in ("weight", "bias"):
+            projections = [getattr(getattr(block.attn, f"{name}_proj"), kind) for name in "qkv"]
+            tensors[f"{at}mix.qkv.{kind}"] = torch.cat(projections)
+        tensors[f"{at}mix.out.weight"] = block.attn.o_proj.weight
+        tensors |= {f"{at}norm1.weight": block.attn_norm.weight, f"{at}norm2.weight": block.ffn_norm.weight}
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            tensors[f"{at}ffn.{name}.weight"] = getattr(block.ffn, name).weight
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
 
 
 @pytest.mark.slow

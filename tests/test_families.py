@@ -9,7 +9,8 @@ import torch
 from tiny import tiny_config
 
 from nanodecoder import CheckpointError, RopeConfig
-from nanodecoder.families import BY_HEAD, FAMILIES, PLAIN, STACKED, TRANSPOSED, find_family, write_config
+from nanodecoder.families import FAMILIES, find_family, write_config
+from nanodecoder.parts import BY_HEAD, PLAIN, STACKED, TRANSPOSED
 
 LLAMA = {
     "model_type": "llama",
@@ -194,6 +195,12 @@ def test_gemmas_gelu_means_the_tanh_kind_and_gpt2_tells_them_apart():
     kinds = {name: FAMILIES["gpt2"].read(gpt2 | {"activation_function": name}, "").activation for name in ("gelu", "gelu_new")}
     assert kinds == {"gelu": "gelu", "gelu_new": "gelu_tanh"}
     assert FAMILIES["gpt2"].read(gpt2, "").ffn_dim == 256
+
+
+def test_every_other_layer_of_gemma_2_slides_from_the_first_on():
+    assert read(model_type="gemma2", head_dim=16).windows == (4096, None, 4096, None)
+    types = ["full_attention"] * 3 + ["sliding_attention"]
+    assert read(model_type="gemma2", head_dim=16, layer_types=types, sliding_window=9).windows == (None, None, None, 9)
 
 
 def test_layers_without_rope_and_layers_of_another_theta():

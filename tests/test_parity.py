@@ -176,3 +176,28 @@ def test_tokenizers_agree(tmp_path, style, options):
     for text in [*tiny.CORPUS, "", " ", "  two  spaces ."]:
         assert ours.encode(text) == theirs(text).input_ids
         assert ours.decode(ours.encode(text)) == theirs.decode(theirs(text).input_ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "opt"])
+def test_tokenizers_of_two_files_agree(tmp_path, model_type):
+    """vocab.json and merges.txt as older checkpoints have them, with the settings that facebook/opt-125m ships."""
+    folder = tiny.byte_level(tmp_path / "made")
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    mark = {
+        "content": "<|end|>",
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": True,
+        "__type": "AddedToken",
+    }
+    flags = {"add_bos_token": True} if model_type == "opt" else {}
+    settings = {"tokenizer_class": "GPT2Tokenizer", "bos_token": mark, "eos_token": mark, "unk_token": mark, **flags}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), nd.Tokenizer.load(tmp_path)
+    for text in [*tiny.CORPUS, "", "  two  spaces ."]:
+        assert ours.encode(text) == theirs(text).input_ids
+        assert ours.decode(ours.encode(text)) == theirs.decode(theirs(text).input_ids, skip_special_tokens=True)

@@ -165,6 +165,7 @@ def test_a_failure_has_its_exit_status_and_no_traceback(argv, status, words):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("redirect", ["| head -c 3", "> /dev/full", ">&-", "< /dev/null"])
 def test_an_output_that_goes_away_or_is_full_is_no_traceback(ckpt, redirect):
     command = f"{sys.executable} sample.py --ckpt {ckpt} -p the -n 60 --quiet {redirect}"
@@ -173,6 +174,7 @@ def test_an_output_that_goes_away_or_is_full_is_no_traceback(ckpt, redirect):
     assert done.stderr.count("\n") <= 1
 
 
+@pytest.mark.slow
 def test_text_is_streamed_while_it_is_made(ckpt):
     """The first piece is readable before the last one exists."""
     command = [sys.executable, "-c", SLOW, "--ckpt", str(ckpt), "-p", "the", "-n", "30", "--quiet"]

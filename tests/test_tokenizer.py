@@ -205,11 +205,76 @@ def test_bytes_of_a_token(bytewise, pieces):
 
 
 def test_a_folder_without_a_usable_tokenizer_is_one_sentence(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(CheckpointError, match=r"there is no tokenizer.json in .*; download it, or give ids instead of text"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="is not a tokenizer that can be read"):
+    with pytest.raises(CheckpointError, match=r"the tokenizer in .* cannot be read"):
+        Tokenizer.load(tmp_path)
+
+
+OPT = {
+    "<s>": 0,
+    "<pad>": 1,
+    "</s>": 2,
+    "Hello": 31414,
+    "Ġworld": 232,
+    "H": 5,
+    "e": 6,
+    "l": 7,
+    "o": 8,
+    "Ġ": 9,
+    "w": 10,
+    "r": 11,
+    "d": 12,
+}
+PIECES_OF_OPT = ["He", "Hel", "Hell", "Ġw", "Ġwo", "Ġwor", "Ġworl"]
+MERGES = ["H e", "He l", "Hel l", "Hell o", "Ġ w", "Ġw o", "Ġwo r", "Ġwor l", "Ġworl d"]
+
+
+@pytest.mark.parametrize("header", ["#version: 0.2\n", ""])
+@pytest.mark.parametrize(("model_type", "ids"), [("opt", [2, 31414, 232]), ("gpt2", [31414, 232])])
+def test_vocab_and_merges_are_a_tokenizer_with_the_familys_bos(tmp_path, model_type, ids, header):
+    """OPT's own numbers; GPT-2 puts no BOS in front."""
+    vocab = OPT | {piece: 100 + i for i, piece in enumerate(PIECES_OF_OPT)}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text(header + "\n".join(MERGES) + "\n")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode("Hello world") == ids
+    assert tokenizer.decode(ids) == "Hello world"
+    assert tokenizer.decode([50_271, *ids]) == "Hello world"  # OPT's logits have more rows than there are pieces
+    assert tokenizer.bos_id == (2 if model_type == "opt" else None)
+    for name, content in tokenizer.files().items():
+        (tmp_path / name).write_bytes(content)
+    assert Tokenizer.load(tmp_path).encode("Hello world") == ids  # from the tokenizer.json that is written
+
+
+def test_vocab_and_merges_that_do_not_fit_are_one_sentence(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1}')
+    for merges, words in (("a b c\n", "must hold two pieces a line"), ("a b\n", "merges a and b, and vocab.json lacks")):
+        (tmp_path / "merges.txt").write_text(merges)
+        with pytest.raises(CheckpointError, match=words):
+            Tokenizer.load(tmp_path)
+
+
+def test_merges_as_pairs_and_as_strings_are_the_same(tmp_path, bytewise):
+    """tokenizer.json has them as pairs since tokenizers 0.20, as strings with a space before."""
+    folder = byte_level(tmp_path)
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    assert isinstance(raw["model"]["merges"][0], list)
+    raw["model"]["merges"] = [" ".join(pair) for pair in raw["model"]["merges"]]
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    assert Tokenizer.load(folder).encode("나는 the quick") == bytewise.encode("나는 the quick")
+
+
+def test_a_bare_sentencepiece_model_says_how_to_convert_it(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    with pytest.raises(
+        CheckpointError, match=r"SentencePiece tokenizer.model and no tokenizer.json; convert it with .*save_pretrained"
+    ):
         Tokenizer.load(tmp_path)
 
 

@@ -84,5 +84,5 @@ def _write(folder: Path, core: Core, settings: dict[str, Any]) -> Path:
     core.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     if not (folder / "config.json").is_file():
-        (folder / "config.json").write_text("{}")
+        (folder / "config.json").write_text('{"model_type": "llama"}')
     return folder

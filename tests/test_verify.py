@@ -1,0 +1,112 @@
+"""verify.py: a checkpoint that computes the same passes; a mistake is named by the first place that leaves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import FIXTURES, ROOT
+
+import nanodecoder as nd
+from nanodecoder import verify
+from nanodecoder.cli import UsageError
+from nanodecoder.verify import Difference, differences_between, trace_ours
+
+NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/expected.safetensors"))
+
+
+@pytest.fixture
+def transformers():
+    return pytest.importorskip("transformers", reason="the parity extra is not installed")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_family_passes_at_every_place(name, transformers, capsys):
+    verify.main(["--ckpt", str(FIXTURES / name), "--against", "transformers", "--max_tokens", "24"])
+    out = capsys.readouterr().out
+    assert out.startswith("as transformers computes it: ")
+    assert "over 24 tokens, logits within " in out
+
+
+def test_a_mistake_is_named_by_the_first_place_that_leaves(transformers, capsys, monkeypatch):
+    """Ours reads another theta than theirs: embedding and layer 0's values agree, its queries do not."""
+    real = nd.checkpoint.read_json
+
+    def read(path):
+        raw = real(path)
+        return raw | {"rope_parameters": {"rope_type": "default", "rope_theta": 123.0}} if path.name == "config.json" else raw
+
+    monkeypatch.setattr(nd.checkpoint, "read_json", read)
+    with pytest.raises(
+        nd.CheckpointError, match=r"differs from transformers: \d+ of 13 places, first layer 0: query after RoPE"
+    ):
+        verify.main(["--ckpt", str(FIXTURES / "mistral-window-4"), "--against", "transformers", "--all"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "embedding" in lines[0]
+    assert lines[1].endswith("<- first to leave")
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (lambda model: model.embed.weight.mul_(1.1), "embedding"),
+        (lambda model: model.blocks[1].attn.k_proj.weight.mul_(1.1), "layer 1: key after RoPE"),
+        (lambda model: model.blocks[0].ffn.down_proj.weight.mul_(1.1), "layer 0: output"),
+        (lambda model: model.blocks[1].attn.o_proj.weight.mul_(1.1), "layer 1: output"),
+        (lambda model: model.norm.weight.mul_(1.1), "final norm"),
+        (lambda model: model.lm_head.weight.mul_(1.1), "logits"),
+    ],
+)
+def test_each_place_is_where_it_says(change, place):
+    """Two of ours, one of them changed: no transformers needed."""
+    ids = torch.tensor([[5, 9, 11, 3]])
+    ours, changed = (nd.load_model(FIXTURES / "llama-llama3") for _ in range(2))
+    with torch.no_grad():
+        change(changed)
+    differences = differences_between(trace_ours(changed, ids), trace_ours(ours, ids))
+    assert next(d for d in differences if d.leaves(1e-4)).place == place
+
+
+def test_tracing_leaves_nothing_behind_and_changes_no_bit():
+    model, ids = nd.load_model(FIXTURES / "qwen3"), torch.tensor([[5, 9, 11, 3]])
+    with torch.no_grad():
+        before = model(ids)
+        assert torch.equal(trace_ours(model, ids)["logits"], before)
+        assert torch.equal(model(ids), before)
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert "attend" not in vars(module)
+
+
+def test_nan_leaves():
+    assert Difference("logits", float("nan"), 1.0).leaves(1e-4)
+    assert not Difference("logits", 9e-5, 1.0).leaves(1e-4)
+    assert not Difference("logits", 9e-4, 10.0).leaves(1e-4)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "give a checkpoint and what to compare with"),
+        (["--ckpt", "x", "--against", "vllm"], "invalid choice: 'vllm'"),
+    ],
+)
+def test_wrong_usage_is_one_sentence(argv, words):
+    with pytest.raises(UsageError, match=words):
+        verify.main(argv)
+
+
+def test_as_a_command():
+    for argv, status, words in [
+        ([], 2, "no command given; there is: verify"),
+        (["plant"], 2, "unknown command 'plant'; there is: verify"),
+        (["verify", "--ckpt", "no/such", "--against", "transformers"], 1, "there is no folder or file 'no/such'"),
+    ]:
+        command = [sys.executable, "-m", "nanodecoder", *argv]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == status
+        assert words in done.stderr
+        assert done.stderr.count("\n") == 1
