@@ -290,7 +290,7 @@ def read_generation(folder: Path, raw: dict[str, Any], family: Family) -> Genera
         if key not in HARMLESS_GENERATION and stated[key] != NEUTRAL_GENERATION.get(key):
             _warn(f"{said.where} asks for {key!r}: {stated[key]!r}, which is not supported and ignored")
     try:
-        return GenerationConfig(bos[0] if bos else None, tuple(dict.fromkeys(ends)), **sampling)
+        return GenerationConfig(bos_id=bos[0] if bos else None, eos_ids=tuple(dict.fromkeys(ends)), **sampling)
     except ValueError as error:
         raise CheckpointError(f"{said.where}: {error}") from None
 

@@ -171,16 +171,15 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class GenerationConfig:
-    """What a checkpoint says of generating: where a text starts, which ids end it, how to sample if nobody says.
+class Sampling:
+    """How the next id is chosen from the logits. The defaults are greedy. Raises ValueError for a value out of its range.
 
-    `pad_id` is kept for whoever reads a saved checkpoint; here nothing is padded. Temperature 0 is greedy; `top_k` 0, `top_p`
-    1, `min_p` 0 and `repetition_penalty` 1 are off.
+    temperature: 0 takes the likeliest id; above, logits are divided by it. top_k: keep the k largest, and what equals the k-th;
+    0 is off. top_p: keep the fewest ids whose probabilities reach p; 1 is off. min_p: keep ids at least this fraction as
+    likely as the likeliest; 0 is off. repetition_penalty: divides positive and multiplies negative logits of ids that the row
+    has already (arXiv 1909.05858); 1 is off.
     """
 
-    bos_id: int | None = None
-    eos_ids: tuple[int, ...] = ()
-    pad_id: int | None = None
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -188,19 +187,25 @@ class GenerationConfig:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        check_sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
+        def require(holds: bool, name: str, range_: str) -> None:
+            if not holds:
+                raise ValueError(f"{name} must be {range_}, not {getattr(self, name)}")
+
+        # Beyond these ends float32 would make 0, infinity or NaN of them.
+        require(self.temperature == 0 or 1e-37 <= self.temperature <= 1e37, "temperature", "0 (greedy) or from 1e-37 to 1e37")
+        require(isinstance(self.top_k, int) and self.top_k >= 0, "top_k", "a whole number, 0 (off) or above")
+        require(0 <= self.top_p <= 1, "top_p", "from 0 to 1 (off)")
+        require(0 <= self.min_p <= 1, "min_p", "from 0 (off) to 1")
+        require(1e-6 <= self.repetition_penalty <= 1e6, "repetition_penalty", "from 1e-6 to 1e6 (1 is off)")
 
 
-def check_sampling(temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float) -> None:
-    """Raise ValueError, with the range, for a setting of sampling outside of it."""
+@dataclass(frozen=True)
+class GenerationConfig(Sampling):
+    """What a checkpoint says of generating: how to sample if nobody says, where a text starts, and which ids end it.
 
-    def require(holds: bool, name: str, range_: str, value: float) -> None:
-        if not holds:
-            raise ValueError(f"{name} must be {range_}, not {value}")
+    `pad_id` is kept for whoever reads a saved checkpoint; here nothing is padded.
+    """
 
-    # Beyond these ends float32 would make 0, infinity or NaN of them.
-    require(temperature == 0 or 1e-37 <= temperature <= 1e37, "temperature", "0 (greedy) or from 1e-37 to 1e37", temperature)
-    require(isinstance(top_k, int) and top_k >= 0, "top_k", "a whole number, 0 (off) or above", top_k)
-    require(0 <= top_p <= 1, "top_p", "from 0 to 1 (off)", top_p)
-    require(0 <= min_p <= 1, "min_p", "from 0 (off) to 1", min_p)
-    require(1e-6 <= repetition_penalty <= 1e6, "repetition_penalty", "from 1e-6 to 1e6 (1 is off)", repetition_penalty)
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    pad_id: int | None = None

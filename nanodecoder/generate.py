@@ -13,13 +13,14 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .cache import KVCache
+from .config import Sampling
 from .model import Decoder
 from .sampler import Rows, Sampler, require_finite
 from .tokenizer import Tokenizer
@@ -400,9 +401,8 @@ def end_ids(model: Decoder, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def default_sampler(model: Decoder, **settings: Any) -> Sampler:
     """The checkpoint's way of sampling (greedy if it says nothing), with these settings instead where given."""
-    said = model.generation
-    own = Sampler(said.temperature, said.top_k, said.top_p, said.min_p, said.repetition_penalty)
-    return replace(own, **settings)
+    said = {field.name: getattr(model.generation, field.name) for field in fields(Sampling)}
+    return Sampler(**{**said, **settings})
 
 
 def draw_seeds(n: int) -> list[int]:

@@ -52,8 +52,10 @@ class LayerNorm(nn.Module):
         return (wide * self.weight.float() + self.bias.float()).to(x.dtype)
 
 
-def make_norm(config: ModelConfig, dim: int) -> nn.Module:
-    """A norm of the config's kind over `dim` features."""
+def make_norm(config: ModelConfig, dim: int, wanted: bool = True) -> nn.Module:
+    """A norm of the config's kind over `dim` features, or, if none is wanted, what passes everything on."""
+    if not wanted:
+        return nn.Identity()
     if config.norm == "layer":
         return LayerNorm(dim, config.norm_eps)
     return RMSNorm(dim, config.norm_eps, config.norm_offset)

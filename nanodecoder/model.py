@@ -26,30 +26,24 @@ from .rope import Turn, angles
 class Block(nn.Module):
     """One transformer block: look at earlier tokens, then think about what was seen, each added to the stream.
 
-    Norms stand before the two halves, after them, or both (`pre_norm`, `post_norm`); a norm that is not there is None.
+    Norms stand before the two halves, after them, or both (`pre_norm`, `post_norm`). Parallel halves read the same stream.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.parallel = config.parallel
-        self.attn_norm = make_norm(config, config.dim) if config.pre_norm else None
+        self.attn_norm = make_norm(config, config.dim, config.pre_norm)
         self.attn = Attention(config)
-        self.attn_post_norm = make_norm(config, config.dim) if config.post_norm else None
-        self.ffn_norm = make_norm(config, config.dim) if config.pre_norm else None
+        self.attn_post_norm = make_norm(config, config.dim, config.post_norm)
+        self.ffn_norm = make_norm(config, config.dim, config.pre_norm)
         self.ffn = FeedForward(config)
-        self.ffn_post_norm = make_norm(config, config.dim) if config.post_norm else None
+        self.ffn_post_norm = make_norm(config, config.dim, config.post_norm)
+        self.parallel = config.parallel
 
     def forward(self, x: Tensor, turn: Turn | None, see: Sight, cache: LayerCache | None = None, path: str = "fused") -> Tensor:
         """x (B, T, dim) -> (B, T, dim); the other arguments are attention's."""
-        attended = _normed(self.attn_post_norm, self.attn(_normed(self.attn_norm, x), turn, see, cache, path))
-        if self.parallel:
-            return x + attended + _normed(self.ffn_post_norm, self.ffn(_normed(self.ffn_norm, x)))
-        x = x + attended
-        return x + _normed(self.ffn_post_norm, self.ffn(_normed(self.ffn_norm, x)))
-
-
-def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
-    return x if norm is None else norm(x)
+        looked = x + self.attn_post_norm(self.attn(self.attn_norm(x), turn, see, cache, path))
+        source = x if self.parallel else looked
+        return looked + self.ffn_post_norm(self.ffn(self.ffn_norm(source)))
 
 
 class Decoder(nn.Module):
@@ -64,6 +58,8 @@ class Decoder(nn.Module):
         self.config = config
         self.generation = GenerationConfig()
         self.attention = "fused"
+        self.ropes = tuple(dict.fromkeys(config.rope))  # the kinds that there are, None among them
+        self.rope_of_layer = tuple(self.ropes.index(rope) for rope in config.rope)
         self.embed = _table(config.vocab_size, config.dim)
         rows = config.max_seq_len + config.position_offset
         self.positions = _table(rows, config.dim) if config.learned_positions else None
@@ -77,10 +73,12 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
+        """Where the weights are."""
         return self.embed.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """What the weights and the stream are made of."""
         return self.embed.weight.dtype
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None, *, counts: Sequence[int] | Tensor | None = None) -> Tensor:
@@ -102,9 +100,7 @@ class Decoder(nn.Module):
         path = "explicit" if config.attn_softcap else self.attention
 
         # Computed once per pass, shared by the layers that agree on them.
-        turns = {
-            rope: rope and angles(at.positions, rope, config.head_dim, at.lengths, self.dtype) for rope in set(config.rope)
-        }
+        turns = [rope and angles(at.positions, rope, config.head_dim, at.lengths, self.dtype) for rope in self.ropes]
         sights = {window: sight(at, window, path) for window in set(config.windows)}
 
         x = self.embed(tokens)
@@ -113,7 +109,7 @@ class Decoder(nn.Module):
             x = x * torch.tensor(config.embed_scale, dtype=x.dtype, device=x.device)
         if self.positions is not None:
             x = x + self.positions(at.positions + config.position_offset)
-        for block, rope, window, layer in zip(self.blocks, config.rope, config.windows, layers, strict=True):
+        for block, rope, window, layer in zip(self.blocks, self.rope_of_layer, config.windows, layers, strict=True):
             x = block(x, turns[rope], sights[window], layer, path)
         if cache is not None:
             cache.advance(at)
@@ -131,25 +127,23 @@ class Decoder(nn.Module):
         """
         return held > 0 and any(
             rope.kind == "longrope" and (longest > rope.original_max_seq_len) != (length > rope.original_max_seq_len)
-            for rope in set(self.config.rope) - {None}
+            for rope in self.ropes
+            if rope is not None
         )
 
     def _check_positions(self, at: Placement, cache: KVCache | None) -> None:
         """Refuse rows that reach positions which the model, or its keys in the cache, cannot have."""
-        config = self.config
+        limit = self.config.max_seq_len
+        stretched = [rope for rope in self.ropes if rope is not None and rope.depends_on_length()] if cache is not None else []
         for row, (start, longest, length) in enumerate(zip(at.starts, at.longest, at.lengths, strict=True)):
-            if config.learned_positions and length > config.max_seq_len:
-                raise ValueError(
-                    f"row {row} would be {length} tokens long, and there are {config.max_seq_len} learned positions"
-                )
-            if cache is None:
-                continue
-            if self.must_begin_anew(start, longest, length):
+            if self.positions is not None and length > limit:
+                raise ValueError(f"row {row} would be {length} tokens long, and there are {limit} learned positions")
+            if stretched and self.must_begin_anew(start, longest, length):
                 raise ValueError(
                     f"row {row} holds {start} tokens (at most {longest}) and would be {length} long, across the original "
                     "context at which longrope's angles change: truncate the row to 0 and feed all its tokens at once"
                 )
-            for rope in set(config.rope) - {None}:
+            for rope in stretched:
                 if rope.kind == "dynamic" and length > rope.original_max_seq_len:
                     raise ValueError(
                         f"row {row} would be {length} tokens long, and beyond {rope.original_max_seq_len} dynamic RoPE turns "

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .config import check_sampling
+from .config import Sampling
 
 Filter = Callable[[Tensor], Tensor]  # logits (B, V) -> logits (B, V)
 
@@ -36,25 +36,11 @@ class Rows:
     settings: Sequence[Sampler] | None = None
 
 
-@dataclass(frozen=True)
-class Sampler:
-    """A callable (logits, rows) -> ids. The defaults are greedy.
+class Sampler(Sampling):
+    """A callable (logits, rows) -> ids, with `Sampling`'s settings.
 
-    temperature: 0 takes the likeliest id; above, logits are divided by it. top_k: keep the k largest, and what equals the k-th;
-    0 is off. top_p: keep the fewest ids whose probabilities reach p; 1 is off. min_p: keep ids at least this fraction as
-    likely as the likeliest; 0 is off. repetition_penalty: divides positive and multiplies negative logits of ids that the row
-    has already (arXiv 1909.05858); 1 is off. They apply in transformers' order: penalty, temperature, top-k, top-p, min-p.
-    Raises ValueError for a value out of its range.
+    They apply in transformers' order: penalty, temperature, top-k, top-p, min-p.
     """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
 
     def __call__(self, logits: Tensor, rows: Rows | None = None) -> Tensor:
         """logits (B, V) of any float dtype -> ids (B,) int64.

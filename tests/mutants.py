@@ -76,13 +76,13 @@ MUTANTS = [
     # ---- model
     Mutant("final norm forgotten", "model", "return self.norm(x)", "return x", "test_fixtures"),
     Mutant("layers share one window", "model", "sights[window], layer", "sights[config.windows[0]], layer", "test_fixtures"),
-    Mutant("residual around the feed-forward dropped", "model", "        return x + _normed(self.ffn_post_norm", "        return _normed(self.ffn_post_norm", "test_fixtures"),
-    Mutant("parallel halves one after the other", "model", "if self.parallel:", "if False:", "test_fixtures"),
-    Mutant("norms after the halves forgotten", "model", "attended = _normed(self.attn_post_norm, self.attn(", "attended = _normed(None, self.attn(", "test_fixtures"),
+    Mutant("residual around the feed-forward dropped", "model", "return looked + self.ffn_post_norm", "return self.ffn_post_norm", "test_fixtures"),
+    Mutant("parallel halves one after the other", "model", "x if self.parallel else looked", "looked", "test_fixtures"),
+    Mutant("norms after the halves forgotten", "model", "looked = x + self.attn_post_norm(self.attn(", "looked = x + (self.attn(", "test_fixtures"),
     Mutant("embedding scale forgotten", "model", "if config.embed_scale != 1:", "if False:", "test_fixtures"),
     Mutant("learned positions without their offset", "model", "self.positions(at.positions + config.position_offset)", "self.positions(at.positions)", "test_fixtures"),
     Mutant("learned positions restart with a cache", "model", "self.positions(at.positions + config.position_offset)", "self.positions(torch.arange(x.shape[1]) + config.position_offset)", "test_fixtures test_model"),
-    Mutant("layers without positions turn", "model", "x = block(x, turns[rope]", "x = block(x, next(t for t in turns.values() if t or len(turns) == 1)", "test_fixtures"),
+    Mutant("layers without positions turn", "model", "x = block(x, turns[rope]", "x = block(x, next(t for t in turns if t or len(turns) == 1)", "test_fixtures"),
     Mutant("longrope rows go on across their length", "model", "return held > 0 and any(", "return False and any(", "test_model test_generate"),
     # ---- cache
     Mutant("positions restart with a cache", "cache", "return torch.arange(start, start + self.columns, device=self.device)", "return torch.arange(0, self.columns, device=self.device)", "test_cache test_model"),

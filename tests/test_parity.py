@@ -74,6 +74,19 @@ def test_through_the_cache_in_chunks_and_ragged(name, made):
         assert (got[row, :count] - theirs(rows[row : row + 1, :count]).logits[0]).abs().max() <= 2e-5
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if "longrope" in name or "yarn" in name or "llama3" in name])
+@pytest.mark.parametrize("columns", [31, 32, 33, 64])
+@torch.no_grad()
+def test_around_the_original_length(name, columns, made):
+    """One below, at and one above the 32 tokens from which on the frequencies are stretched, alone and beside shorter rows."""
+    folder, theirs = made(name)
+    model, x = nd.load_model(folder), tokens(2, columns)
+    assert (model(x) - theirs(x).logits).abs().max() <= 2e-5
+    ragged = model(x, counts=[columns, 9])
+    assert (ragged[0] - theirs(x[:1]).logits[0]).abs().max() <= 2e-5
+    assert (ragged[1, :9] - theirs(x[1:, :9]).logits[0]).abs().max() <= 2e-5
+
+
 @NAMES
 @torch.no_grad()
 def test_thirty_greedy_tokens_alone_and_in_a_batch(name, made):
