@@ -29,7 +29,7 @@ from torch import Tensor
 from .config import GenerationConfig, ModelConfig
 from .families import FAMILIES, Family, find_family, write_config
 from .model import Decoder
-from .parts import CheckpointError, Fields, Stored
+from .parts import CheckpointError, Fields, Stored, short
 from .storage import CONFIG, INDEX, SPELLED, WEIGHTS, StoredTensor, Weights, find_folder, read_bytes, read_json
 
 GENERATION = "generation_config.json"
@@ -224,31 +224,30 @@ def _nearest_family(raw: dict[str, Any], where: str, tensors: dict[str, StoredTe
     def general(name: str) -> str:
         return re.sub(r"\.\d+\.", ".N.", name)
 
+    few = {key: min(value, 2) for key in ("num_hidden_layers", "n_layer") if isinstance(value := raw.get(key), int)}
     theirs = {general(name): stored.shape for name, stored in tensors.items()}
-    found: dict[str, tuple[list[str], list[str], list[str]]] = {}
-    for model_type, family in FAMILIES.items():
-        bare = not any(name.startswith(family.prefix) for name in theirs)
-        ours = {
-            general(name.removeprefix(family.prefix) if bare else name): shape
-            for name, shape in _expected_shapes(family, family.guess(raw)).items()
-        }
-        extra = [name for name in theirs if name not in ours and not family.is_harmless(name)]
-        lacking = [name for name in ours if name not in theirs and name != family.tensor_name("lm_head.weight")]
-        other = [
-            f"{name} {list(theirs[name])} for {list(ours[name])}" for name in ours if theirs.get(name, ours[name]) != ours[name]
-        ]
-        found[model_type] = extra, lacking, other
-    nearest = min(found, key=lambda name: (sum(map(len, found[name][:2])), len(found[name][2])))
-    unlike = [
-        f"{word} {', '.join(names[:4])}{' …' if len(names) > 4 else ''}"
-        for word, names in zip(("with", "without", "with shapes"), found[nearest], strict=True)
-        if names
-    ]
-    return (
-        f"{where} has model_type {raw['model_type']!r}, which is not supported; by its tensors it is like {nearest}"
-        f"{', but ' + '; '.join(unlike) if unlike else ''}. docs/families.md says how to add a family "
-        f"(these can be loaded: {', '.join(FAMILIES)})"
-    )
+    told = f"{where} has model_type {short(raw['model_type'])}, which is not supported; by its tensors it is like"
+    how = f"docs/families.md says how to add a family (these can be loaded: {', '.join(FAMILIES)})"
+    best: tuple[float, Family, dict[str, tuple[int, ...]]] | None = None
+    for family in FAMILIES.values():
+        expected = _expected_shapes(family, family.guess(raw | few))
+        for prefix in ("", family.prefix):
+            ours = {general(name.removeprefix(prefix)): shape for name, shape in expected.items()}
+            alike = len(ours.keys() & theirs.keys()) / len(ours.keys() | theirs.keys())
+            if best is None or alike > best[0]:
+                best = alike, family, ours
+    alike, family, ours = best
+    if alike < 0.5:
+        return f"{told} none of the families here. {how}"
+    shared = [name for name in ours if theirs.get(name, ours[name]) != ours[name]]
+    differences = {
+        "with": [short(name) for name in theirs if name not in ours and not family.is_harmless(name)],
+        "without": [name for name in ours if name not in theirs and name != family.tensor_name("lm_head.weight")],
+        "with shapes": [f"{name} {list(theirs[name])} for {list(ours[name])}" for name in shared],
+        "with config keys": family.unknown_keys(raw),
+    }
+    unlike = [f"{word} {', '.join(names[:4])}{' …' if len(names) > 4 else ''}" for word, names in differences.items() if names]
+    return f"{told} {family.model_type}{', but ' + '; '.join(unlike) if unlike else ''}. {how}"
 
 
 def _expected_shapes(family: Family, config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -263,7 +262,8 @@ def _expected_shapes(family: Family, config: ModelConfig) -> dict[str, tuple[int
 
 def _listed(what: str, names: list[str]) -> str:
     more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    return f"{what} " + (", ".join(names[:6]) + more if names else "none")
+    shown = [name if name.isprintable() and len(name) < 100 else short(name) for name in names[:6]]
+    return f"{what} " + (", ".join(shown) + more if names else "none")
 
 
 # ----------------------------------------------------------------------------------------- what it says of generating

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from .config import ModelConfig
 from .parts import (
     BY_HEAD,
+    HARMLESS,
+    NEUTRAL,
     STACKED,
     TRANSPOSED,
     Activation,
@@ -39,6 +42,7 @@ from .parts import (
     every_other,
     from_a_layer_on,
     refuse,
+    short,
     where_no_rope_is,
 )
 
@@ -73,6 +77,14 @@ class Family:
             return ModelConfig(**options, model_type=self.model_type)
         except ValueError as error:
             raise CheckpointError(f"{where}: {error}") from None
+
+    def unknown_keys(self, raw: dict[str, Any]) -> list[str]:
+        """The keys of a config.json of another model_type that no part here reads and that are not known to be harmless."""
+        fields = Fields(raw, "")
+        for part in self.parts:
+            with suppress(CheckpointError):
+                part.read(fields)
+        return [short(key) for key in fields.unread() if key not in HARMLESS and NEUTRAL.get(key) != raw[key]]
 
     def guess(self, raw: dict[str, Any]) -> ModelConfig:
         """What a config.json of another model_type would mean here, as far as it can be read; small sizes for the rest."""
@@ -157,7 +169,14 @@ QKV = ("blocks.N.attn.q_proj", "blocks.N.attn.k_proj", "blocks.N.attn.v_proj")
 
 HEAD_DIM = Maybe("head_dim", "head_dim", int)
 SILU = Activation("hidden_act", {"silu": "silu", "swish": "silu"})
-GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu", "silu": "silu"}
+GELUS = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+}
 BIASES = Key(("qkv_bias", "o_bias"), "attention_bias", bool, default=False)
 NO_BIASES = Only("attention_bias", bool, (False,))
 ONE_WAY = Only("use_bidirectional_attention", bool, (False,))
@@ -341,7 +360,7 @@ ENTRIES = (
             _context(131_072),
             RopeByLayer(theta=1e6, windows=GEMMA3_WINDOWS),
             GEMMA3_WINDOWS,
-            Maybe("attn_softcap", "attn_logit_softcapping", float),
+            Only("attn_logit_softcapping", float, (None,)),  # transformers has the key and does not apply it
             Maybe("final_softcap", "final_logit_softcapping", float),
             Always(qk_norm="head"),
         ),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import ModelConfig, RopeConfig
+from .config import LARGEST, ModelConfig, RopeConfig
 
 
 class CheckpointError(Exception):
@@ -59,7 +59,9 @@ class Fields:
         fits = isinstance(value, kind) or (kind is float and isinstance(value, int))
         if not fits or (isinstance(value, bool) and kind is not bool):
             raise CheckpointError(f"{self.where}: {key!r} must be {_WORDS[kind]}, not {short(value)}")
-        return value
+        if kind in (int, float) and not -LARGEST <= value <= LARGEST:  # infinite, not a number, or beyond any size
+            raise CheckpointError(f"{self.where}: {key!r} is beyond what it can be: {short(value)}")
+        return float(value) if kind is float else value
 
     def inner(self, key: str) -> Fields | None:
         """The object under `key`, or None where it is absent or null."""
@@ -72,7 +74,7 @@ class Fields:
 
 def short(value: Any) -> str:
     """A value for a sentence, cut to a length that a sentence bears."""
-    text = repr(value)
+    text = repr(value)  # which shows a newline or an escape as what it is
     return text if len(text) <= 60 else text[:57] + "…"
 
 
@@ -91,6 +93,8 @@ HARMLESS = frozenset(
     "do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p "
     "repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences "
     "_attn_implementation attn_implementation _attn_implementation_autoset is_local local_files_only "
+    # of old files, and of code that is not Hugging Face's
+    "_num_labels n_special predict_special_tokens output_past hidden_dropout_prob sliding_window_size max_sequence_length "
     "n_ctx summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout "
     # sizes that some families' code does not read: there the shapes of the tensors say whether they hold
     "num_key_value_heads intermediate_size head_dim "
@@ -98,13 +102,29 @@ HARMLESS = frozenset(
 )
 
 
+# Options that nobody here has, at the values at which they ask for nothing.
+NEUTRAL = {
+    "mlp_bias": False,
+    "lm_head_bias": False,
+    "attention_bias": False,
+    "qk_layernorm": False,
+    "rope_interleaved": False,
+    "use_sliding_window": False,
+    "use_parallel_residual": False,
+    "use_bidirectional_attention": False,
+    "use_mrope": False,
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
+    "partial_rotary_factor": 1.0,
+    "scale_attn_by_inverse_layer_idx": False,
+}
+
+
 def refuse(keys: Iterable[str], raw: dict[str, Any], where: str) -> None:
     """Raise CheckpointError, naming them, for keys that are not known to be harmless."""
-    asked = [f"{key!r}: {short(raw[key])}" for key in keys if key not in HARMLESS]
+    asked = [f"{short(key)}: {short(raw[key])}" for key in keys if key not in HARMLESS and NEUTRAL.get(key) != raw[key]]
     if asked:
-        raise CheckpointError(
-            f"{where} asks for {', '.join(asked)}, which is not supported and would change what the model computes"
-        )
+        raise CheckpointError(f"{where} asks for {', '.join(asked)}, which is not known here and could change what is computed")
 
 
 class Part:
@@ -320,7 +340,7 @@ class Rope(Part):
             rope = RopeConfig(**options)
         except (ValueError, ArithmeticError) as error:
             raise CheckpointError(f"{block.where}: {error}") from None
-        unread = [key for key in block.unread() if kind != "default" or key not in _OF_STRETCHES]  # unused by definition
+        unread = [key for key in block.unread() if key not in _OF_STRETCHES]  # what other kinds use, this one does not
         refuse(unread, block.raw, f"{block.where} (rope_type {kind!r})")
         return rope
 
@@ -418,7 +438,14 @@ def _numbers(block: Fields, key: str) -> tuple[float, ...]:
     return tuple(float(value) for value in values)
 
 
-_OF_STRETCHES = {"factor", "original_max_position_embeddings", "attention_factor", "low_freq_factor", "high_freq_factor"}
+_OF_STRETCHES = {
+    "finetuned",
+    "factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "low_freq_factor",
+    "high_freq_factor",
+}
 _STRETCHES = {"linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
 
 

@@ -6,9 +6,11 @@ No file is believed before it is checked against its size, and no code that a fi
 from __future__ import annotations
 
 import json
+import mmap
 import operator
 import os
 import pickle
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -158,21 +160,45 @@ def read_pickle(path: Path) -> dict[str, Tensor]:
     """
     better = "if there is a safetensors file of it, take that"
     try:
+        _check_pickle(path, better)
         try:
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError as error:
             if "mmap can only be used" not in str(error):
                 raise
             found = torch.load(path, map_location="cpu", weights_only=True)  # as torch wrote them before 1.6
+    except CheckpointError:
+        raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} is a pickle that holds more than tensors, and is refused ({_first(error)}); {better}"
         ) from None
-    except (RuntimeError, ValueError, EOFError, OSError, KeyError, AttributeError, TypeError, IndexError) as error:
+    except (Exception, MemoryError) as error:  # a damaged pickle can raise anything
         raise CheckpointError(f"{path} cannot be read as weights ({_first(error)}); download it again, or {better}") from None
     if not isinstance(found, dict) or not all(isinstance(n, str) and isinstance(t, Tensor) for n, t in found.items()):
         raise CheckpointError(f"{path} does not hold tensors by name; {better}")
+    if any(t.layout != torch.strided or t.device.type != "cpu" for t in found.values()):
+        raise CheckpointError(f"{path} holds tensors without plain numbers in memory (sparse or meta); {better}")
+    claimed = max((t.numel() * t.element_size() for t in found.values()), default=0)
+    if claimed > path.stat().st_size:  # one number seen many times over, which would fill memory once it is copied
+        raise CheckpointError(f"{path} has {path.stat().st_size} bytes and one of its tensors claims {claimed}; {better}")
     return found
+
+
+def _check_pickle(path: Path, better: str) -> None:
+    """Refuse, before anything is unpickled, what is no weights file or would make memory out of a number in it."""
+    size = path.stat().st_size
+    if size < 8:
+        raise CheckpointError(f"{path} has {size} bytes, which are no weights; download it again, or {better}")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if content[:8] == b"version ":
+            raise CheckpointError(f"{path} is {size} bytes of git-lfs pointer instead of weights: run git lfs pull")
+        if content.find(b"bytearray") >= 0:  # torch allows it, and a length is all that it takes
+            raise CheckpointError(f"{path} is a pickle that holds more than tensors, and is refused (bytearray); {better}")
+    if zipfile.is_zipfile(path) and any(
+        entry.compress_type != zipfile.ZIP_STORED for entry in zipfile.ZipFile(path).infolist()
+    ):
+        raise CheckpointError(f"{path} is compressed, which torch's own files never are, and is refused; {better}")
 
 
 def _first(error: BaseException) -> str:

@@ -22,7 +22,8 @@ from .parts import CheckpointError
 from .storage import CONFIG, find_folder, read_bytes, read_json
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
-KEPT = (TOKENIZER, SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+MARKS, ADDED = "special_tokens_map.json", "added_tokens.json"
+KEPT = (TOKENIZER, SETTINGS, MARKS, ADDED, "chat_template.jinja")
 
 
 class Tokenizer:
@@ -64,14 +65,21 @@ class Tokenizer:
         """
         folder, _ = find_folder(path)
         family = find_family(read_json(folder / CONFIG), str(folder / CONFIG))
-        stated = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
-        settings = {**(family.tokenizer if family is not None else {}), **stated}
+        own = family.tokenizer if family is not None else {}
+        stated = [read_json(folder / name) for name in (MARKS, SETTINGS) if (folder / name).is_file()]
+        settings = {key: value for said in (own, *stated) for key, value in said.items()}
         kept = {name: read_bytes(folder / name) for name in KEPT if (folder / name).is_file()}
         try:
             if TOKENIZER in kept:
                 core = tokenizers.Tokenizer.from_buffer(kept[TOKENIZER])
-            elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+            elif own and (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
                 core = _byte_level_bpe(folder / "vocab.json", folder / "merges.txt", settings)
+                _add_tokens(core, folder, settings)
+            elif (folder / "vocab.json").is_file():
+                raise CheckpointError(
+                    f"{folder} has a vocab.json and no {TOKENIZER}, and how this family cuts text before merging is not in it; "
+                    "convert it with transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+                )
             elif (folder / "tokenizer.model").is_file():
                 raise CheckpointError(
                     f"{folder} has a SentencePiece tokenizer.model and no {TOKENIZER}; convert it with "
@@ -197,6 +205,20 @@ class Stream:
     def finish(self) -> str:
         """What is left: bytes that no character was made of, as "�"."""
         return self._characters.decode(b"", final=True)
+
+
+def _add_tokens(core: tokenizers.Tokenizer, folder: Path, settings: dict[str, Any]) -> None:
+    """Add what added_tokens.json and `added_tokens_decoder` name beside the vocabulary, at the ids that they name."""
+    wanted: dict[int, tokenizers.AddedToken] = {}
+    if (folder / ADDED).is_file():
+        for content, index in read_json(folder / ADDED).items():
+            wanted[int(index)] = tokenizers.AddedToken(content, special=True, normalized=False)
+    for index, token in (settings.get("added_tokens_decoder") or {}).items():
+        wanted[int(index)] = tokenizers.AddedToken(token["content"], special=token.get("special", True), normalized=False)
+    for index, token in sorted(wanted.items()):
+        core.add_tokens([token]) if not token.special else core.add_special_tokens([token])
+        if core.token_to_id(token.content) != index:
+            raise CheckpointError(f"{folder} names {token.content!r} as id {index}, and there it cannot be; download it again")
 
 
 def _byte_level_bpe(vocab_file: Path, merges_file: Path, settings: dict[str, Any]) -> tokenizers.Tokenizer:

@@ -111,6 +111,8 @@ MUTANTS = [
     Mutant("shapes not checked", "checkpoint", "if found.shape != shape:", "if False:", "test_checkpoint"),
     Mutant("another head tied all the same", "checkpoint", "    if alike:\n        return config\n", "    return config\n", "test_checkpoint"),
     Mutant("code in a pickle is run", "storage", 'torch.load(path, map_location="cpu", weights_only=True, mmap=True)', 'torch.load(path, map_location="cpu", weights_only=False, mmap=True)', "test_checkpoint"),
+    Mutant("a pickle may ask for any amount of memory", "storage", 'if content.find(b"bytearray") >= 0:', "if False:", "test_checkpoint"),
+    Mutant("positions judged together", "verify", "float(ratios.max())", "float((a - b).norm() / b.norm())", "test_verify"),
     Mutant("a missing prefix is not seen", "checkpoint", "wanted = {name.removeprefix(family.prefix) if bare else name: held", "wanted = {name: held", "test_checkpoint"),
     Mutant("file size not checked", "storage", "if size != 8 + length + end:", "if False:", "test_checkpoint"),
     Mutant("index may leave its folder", "storage", 'Path(name).name != name', 'False', "test_checkpoint"),

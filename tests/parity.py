@@ -74,7 +74,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
-    "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+    "llama-dynamic": (
+        "llama",
+        {"max_position_embeddings": 48, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+    ),
     "llama-yarn": ("llama", {"rope_parameters": YARN}),
     "llama-yarn-mscale": ("llama", {"rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 0.4, "truncate": False}}),
     "qwen2-yarn-betas": ("qwen2", {"rope_parameters": YARN | {"beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.3}}),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
+import zipfile
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -240,7 +241,7 @@ def test_many_missing_tensors_are_counted_not_listed(folder):
 )
 def test_sizes_that_no_model_has_are_refused_at_once(folder, key, value):
     edit(folder, rope_parameters="absent", **{key: value})
-    refused(folder, "at most|from 1 to|have only|no tensor can have|calls for")
+    refused(folder, "at most|from 1 to|have only|no tensor can have|calls for|beyond what it can be")
 
 
 def test_a_shape_that_does_not_fit_is_named_with_both(folder):
@@ -264,10 +265,28 @@ def test_an_unknown_family_is_answered_with_the_nearest_and_what_differs(folder)
         return tensors | extra | {"model.layers.1.gate.weight": torch.ones(3)}
 
     edit_tensors(folder, norms)
-    text = refused(folder, "by its tensors it is like qwen3, but with model.layers.N.gate.weight")
+    text = refused(folder, "by its tensors it is like qwen3, but with 'model.layers.N.gate.weight'")
     assert "these can be loaded: llama, mistral" in text
     edit(folder, hidden_size="absent", n_embd=64)
-    refused(folder, "by its tensors it is like qwen3, but with model.layers.N.gate.weight; with shapes model.embed_tokens")
+    refused(folder, "by its tensors it is like qwen3, but with 'model.layers.N.gate.weight'; .*with config keys 'n_embd'")
+    edit(folder, hidden_size=64, n_embd="absent", residual_multiplier=0.2)
+    refused(folder, "with config keys 'residual_multiplier'")
+
+
+def test_a_family_like_none_of_ours_is_told_so_and_fast(folder):
+    edit(folder, model_type="x\ny" + "a" * 300_000, num_hidden_layers=4000)
+    edit_tensors(folder, lambda tensors: {f"tower.{i}.\nmix": torch.ones(3) for i in range(5)})
+    start = time.perf_counter()
+    text = refused(
+        folder, r"has model_type 'x\\nyaaa.*…, which is not supported; by its tensors it is like none of the families"
+    )
+    assert len(text) < 1000
+    assert time.perf_counter() - start < 5
+
+
+def test_names_in_a_file_cannot_break_the_sentence(folder):
+    edit_tensors(folder, lambda tensors: tensors | {"evil\nTraceback\x1b[31m red": torch.ones(1)})
+    assert "\x1b" not in refused(folder, r"unexpected 'evil\\nTraceback")
 
 
 # ---- the prefix that a file of the bare trunk lacks, and buffers of old files
@@ -340,15 +359,49 @@ def test_code_in_a_pickle_is_not_run(folder):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "cannot be read as weights"),
+        (b"", "has 0 bytes, which are no weights"),
         (b"PK\x03\x04 not really", "cannot be read as weights"),
-        (b"version https://git-lfs", "is a pickle that holds more than tensors|cannot be read as weights"),
+        (b"version https://git-lfs", "is 23 bytes of git-lfs pointer instead of weights: run git lfs pull"),
     ],
 )
 def test_a_damaged_pickle_is_one_sentence(folder, content, words):
     pickled(folder)
     (folder / "pytorch_model.bin").write_bytes(content)
     refused(folder, words)
+
+
+class Swollen:
+    """A pickle that asks for a terabyte of zeros, with a class that torch allows."""
+
+    def __reduce__(self):
+        return (bytearray, (10**12,))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_that_would_fill_memory_is_refused_before_it_does(folder, zipped):
+    pickled(folder)
+    torch.save({"a": Swollen()}, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    refused(folder, r"holds more than tensors, and is refused \(bytearray\)")
+    wide = torch.zeros(1).expand(20_000_000, 16)
+    torch.save({"a": wide}, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    refused(folder, "bytes and one of its tensors claims 1280000000")
+
+
+def test_a_pickle_of_tensors_without_numbers_is_refused(folder):
+    pickled(folder)
+    for tensor in (torch.zeros(2, 2).to("meta"), torch.eye(2).to_sparse()):
+        torch.save({"a": tensor}, folder / "pytorch_model.bin")
+        refused(folder, "holds tensors without plain numbers in memory|cannot be read as weights|more than tensors")
+
+
+def test_a_compressed_archive_is_refused(folder):
+    pickled(folder)
+    with zipfile.ZipFile(folder / "pytorch_model.bin") as plain:
+        entries = {name: plain.read(name) for name in plain.namelist()}
+    with zipfile.ZipFile(folder / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, content in entries.items():
+            packed.writestr(name, content)
+    refused(folder, "is compressed, which torch's own files never are")
 
 
 def test_a_pickle_of_other_things_is_refused(folder):
@@ -442,25 +495,38 @@ def test_published_configs_have_their_published_numbers_of_parameters(raw, count
 @pytest.mark.slow
 def test_ten_thousand_damaged_files_load_or_are_refused_in_one_sentence(tmp_path):
     """Seeded; no other exception, no hang, nothing allocated that the file does not hold."""
-    nd.save_model(tmp_path, tiny_model(n_layers=1, dim=16, head_dim=4, ffn_dim=16))
-    originals = {name: (tmp_path / name).read_bytes() for name in ("config.json", "model.safetensors")}
+    originals = []
+    for fixture in sorted(path.parent for path in FIXTURES.glob("*/expected.safetensors")):
+        weights = (fixture / "model.safetensors").read_bytes()
+        originals.append({"config.json": (fixture / "config.json").read_bytes(), "model.safetensors": weights})
+    tiny = tiny_model(n_layers=1, dim=16, head_dim=4, ffn_dim=16)
+    nd.save_model(tmp_path / "tiny", tiny)
+    config = (tmp_path / "tiny" / "config.json").read_bytes()
+    originals += 4 * [{"config.json": config, "model.safetensors": (tmp_path / "tiny" / "model.safetensors").read_bytes()}]
+    for zipped in (True, False):
+        tensors = load_file(tmp_path / "tiny" / "model.safetensors")
+        torch.save(tensors, tmp_path / "x.bin", _use_new_zipfile_serialization=zipped)
+        originals += 4 * [{"config.json": config, "pytorch_model.bin": (tmp_path / "x.bin").read_bytes()}]
     random = Random(7)
     outcomes: Counter[str] = Counter()
     slowest, before = 0.0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for trial in range(10_000):
-        name = ("config.json", "model.safetensors")[trial % 2]
-        (tmp_path / name).write_bytes(damaged(originals[name], random))
+        files = originals[trial // 2 % len(originals)]
+        spoilt = list(files)[trial % 2]
+        folder = tmp_path / f"{trial // 2 % len(originals)}"
+        folder.mkdir(exist_ok=True)
+        for name, content in files.items():
+            (folder / name).write_bytes(damaged(content, random) if name == spoilt else content)
         start = time.perf_counter()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                nd.load_model(tmp_path)
+                nd.load_model(folder)
             outcomes["loaded"] += 1
         except CheckpointError as error:
             assert "\n" not in str(error), error  # noqa: PT017
             outcomes["refused"] += 1
         slowest = max(slowest, time.perf_counter() - start)
-        (tmp_path / name).write_bytes(originals[name])
     assert outcomes["refused"] > 1000
     assert outcomes["loaded"] > 100
     assert slowest < 10
@@ -489,6 +555,7 @@ def damaged(data: bytes, random: Random) -> bytes:
                     b"-1",
                     b"1e999",
                     b"9" * 30,
+                    b"9" * 400,
                     b"NaN",
                     b"[]",
                     b"{}",

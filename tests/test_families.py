@@ -158,7 +158,7 @@ def test_layers_of_a_kind_that_we_do_not_have_are_refused(keys, words):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"logit_scale": 0.5}, "asks for 'logit_scale': 0.5, which is not supported"),
+        ({"logit_scale": 0.5}, "asks for 'logit_scale': 0.5, which is not known here and could change what is computed"),
         ({"a": 1, "b": [2]}, r"asks for 'a': 1, 'b': \[2\]"),
         ({"quantization_config": {"bits": 4}}, "asks for 'quantization_config'"),
         ({"sliding_window": 512}, "asks for 'sliding_window': 512"),  # a llama has none
@@ -242,6 +242,63 @@ def test_an_option_that_says_nothing_new_is_not_refused():
     assert read(model_type="mistral", attention_bias=False, partial_rotary_factor=1.0) == read(model_type="mistral")
     unused = {"rope_type": "default", "factor": 4.0, "rope_theta": 10_000.0}
     assert read(rope_parameters=unused) == read()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys"),
+    [
+        # as the published files of these checkpoints have them
+        ("phi3", {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False}),  # Phi-4-mini
+        ("gemma2", {"sliding_window_size": 4096, "head_dim": 16, "hidden_act": "gelu_pytorch_tanh"}),  # Gemma 2 9B
+        ("llama", {"max_sequence_length": 2048, "rope_scaling": None}),
+        (
+            "llama",
+            {"rope_scaling": {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64, "finetuned": True}},
+        ),
+        ("mistral", {"mlp_bias": False, "attention_bias": False}),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "original_max_position_embeddings": 64}}),
+    ],
+)
+def test_published_configs_are_read(model_type, keys):
+    assert read(model_type=model_type, **keys).dim == 64
+
+
+def test_published_gpt_configs_are_read():
+    gpt2 = {
+        "model_type": "gpt2",
+        "vocab_size": 97,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "_num_labels": 1,
+        "output_past": True,
+    }
+    gpt2 |= {"n_special": 0, "predict_special_tokens": True, "id2label": {"0": "LABEL_0"}}  # DistilGPT2, GPT-2 medium
+    assert FAMILIES["gpt2"].read(gpt2, "").activation == "gelu_tanh"
+    neox = {"hidden_act": "gelu_fast", "hidden_dropout_prob": 0, "rotary_pct": 0.25, "rotary_emb_base": 10000}  # GPT-NeoX-20B
+    raw = {key: value for key, value in LLAMA.items() if key not in ("num_key_value_heads", "rms_norm_eps")}
+    assert FAMILIES["gpt_neox"].read(raw | neox | {"hidden_size": 128}, "").activation == "gelu_tanh"
+
+
+def test_gemma_3s_attention_cap_is_refused_since_transformers_does_not_apply_it():
+    assert (
+        read(model_type="gemma3_text", head_dim=16, attn_logit_softcapping=None, final_logit_softcapping=2.0).final_softcap == 2
+    )
+    with pytest.raises(CheckpointError, match=r"'attn_logit_softcapping' 3.0; here it can be None"):
+        read(model_type="gemma3_text", head_dim=16, attn_logit_softcapping=3.0)
+
+
+@pytest.mark.parametrize("value", [10**400, float("inf"), float("nan"), -(2**70)])
+def test_numbers_beyond_any_size_are_refused_wherever_they_stand(value):
+    for model_type, key in (
+        ("gemma", "hidden_size"),
+        ("gemma2", "query_pre_attn_scalar"),
+        ("gemma2", "attn_logit_softcapping"),
+    ):
+        with pytest.raises(CheckpointError, match=f"'{key}' (is beyond what it can be|must be)"):
+            read(model_type=model_type, **{key: value})
+    with pytest.raises(CheckpointError, match=r"is beyond what it can be|must be"):
+        read(rope_scaling={"type": "linear", "factor": value})
 
 
 def test_what_is_known_to_be_harmless_or_switched_off_is_not_refused():

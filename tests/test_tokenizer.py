@@ -259,6 +259,40 @@ def test_vocab_and_merges_that_do_not_fit_are_one_sentence(tmp_path):
             Tokenizer.load(tmp_path)
 
 
+def two_files(folder, model_type: str = "gpt2", **files) -> None:
+    vocab = OPT | {piece: 100 + i for i, piece in enumerate(PIECES_OF_OPT)}
+    (folder / "vocab.json").write_text(json.dumps(vocab))
+    (folder / "merges.txt").write_text("\n".join(MERGES))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+
+
+def test_tokens_beside_the_vocabulary_are_added_at_their_ids(tmp_path):
+    decoder = {"31415": {"content": "<|im_start|>", "special": True}, "31416": {"content": "<tool>", "special": False}}
+    size = 13 + len(PIECES_OF_OPT)
+    two_files(tmp_path, added_tokens={"<x>": size})
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode("<x>Hello", special=True) == [size, 31414]
+    assert tokenizer.decode([size, 31414]) == "Hello"
+    two_files(tmp_path, added_tokens={}, tokenizer_config={"added_tokens_decoder": decoder})
+    with pytest.raises(CheckpointError, match=r"names '<\|im_start\|>' as id 31415, and there it cannot be"):
+        Tokenizer.load(tmp_path)
+
+
+def test_marks_are_read_from_special_tokens_map_too_and_tokenizer_config_overrules_it(tmp_path):
+    two_files(tmp_path, special_tokens_map={"eos_token": "</s>", "bos_token": {"content": "<s>"}})
+    assert (Tokenizer.load(tmp_path).bos_id, Tokenizer.load(tmp_path).eos_ids) == (0, (2,))
+    two_files(tmp_path, tokenizer_config={"eos_token": "<pad>"})
+    assert Tokenizer.load(tmp_path).eos_ids == (1,)
+
+
+def test_two_files_of_a_family_that_cuts_text_otherwise_are_refused(tmp_path):
+    two_files(tmp_path, model_type="qwen2")
+    with pytest.raises(CheckpointError, match="how this family cuts text before merging is not in it; convert it with"):
+        Tokenizer.load(tmp_path)
+
+
 def test_merges_as_pairs_and_as_strings_are_the_same(tmp_path, bytewise):
     """tokenizer.json has them as pairs since tokenizers 0.20, as strings with a space before."""
     folder = byte_level(tmp_path)
