@@ -170,6 +170,25 @@ def test_learned_positions_end_where_their_table_ends():
         model(x)
 
 
+def test_the_embedding_scale_multiplies_the_stream_and_not_the_table():
+    """Scaling the table would scale a tied head too. Exact in float32; in bfloat16 the factor is rounded, as in training."""
+    model, x = tiny_model(embed_scale=55.4256, tied_head=True), tokens()
+    seen = []
+    model.blocks[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    table = model.embed.weight.clone()
+    model(x)
+    model.bfloat16()(x)
+    torch.testing.assert_close(seen[0], table[x] * 55.4256)
+    assert torch.equal(seen[1], table.bfloat16()[x] * torch.tensor(55.5, dtype=torch.bfloat16))
+    assert torch.equal(tiny_model(embed_scale=55.4256, tied_head=True).embed.weight, table)
+
+
+def test_there_is_nothing_to_restore_beside_the_parameters():
+    """Buffers made on the meta device would come back as whatever memory held: there are none."""
+    for options in ({}, {"rope": LONGROPE}, {"rope": None, "learned_positions": True}, {"norm": "layer"}):
+        assert not list(tiny_model(**options).buffers())
+
+
 def test_a_cache_made_for_another_model_is_refused():
     with pytest.raises(ValueError, match="the cache was made for another config"):
         tiny_model()(tokens(), KVCache(tiny_config(n_layers=3), 1, 20))
