@@ -17,6 +17,9 @@ MODELS = Path(os.environ.get("NANODECODER_MODELS", Path.home() / ".cache" / "nan
 
 hypothesis.settings.register_profile("default", deadline=None, max_examples=40, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=400)
+# for planted mistakes: whether an example fails is all that matters, not how small it can be made
+seeking = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+hypothesis.settings.register_profile("seek", deadline=None, max_examples=40, derandomize=True, phases=seeking)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
