@@ -100,8 +100,9 @@ def main(argv: Sequence[str]) -> None:
             )
     except ValueError as error:
         raise UsageError(str(error)) from None
-    idle = [f"--{name}" for name in ("top_k", "top_p", "min_p") if settings.get(name) and sampler.temperature == 0]
-    if idle:
+    filters = {"top_k": 0, "top_p": 1, "min_p": 0}  # at these they are off
+    idle = [f"--{name}" for name, off in filters.items() if settings.get(name, off) != off]
+    if idle and sampler.temperature == 0:
         notice(f"{', '.join(idle)} changes nothing at temperature 0 (greedy): add --temperature 0.8")
 
     echoes = [text if options.echo else "" for text in texts for _ in range(options.num_samples)]

@@ -288,7 +288,7 @@ def read_generation(folder: Path, raw: dict[str, Any], family: Family) -> Genera
     sampling["repetition_penalty"] = said.take("repetition_penalty", float, 1.0)
     for key in said.unread():
         if key not in HARMLESS_GENERATION and stated[key] != NEUTRAL_GENERATION.get(key):
-            _warn(f"{said.where} asks for {key!r}: {stated[key]!r}, which is not supported and ignored")
+            _warn(f"{said.where} asks for {short(key)}: {short(stated[key])}, which is not supported and ignored")
     try:
         return GenerationConfig(bos_id=bos[0] if bos else None, eos_ids=tuple(dict.fromkeys(ends)), **sampling)
     except ValueError as error:

@@ -158,7 +158,8 @@ class Stepper:
                 steps=[len(row.ids) - row.prompt_length + 1 for row in rows],
                 settings=[row.settings for row in rows],
             )
-            require_finite(logits, about)
+            if not isinstance(self.sampler, Sampler):  # which looks for itself
+                require_finite(logits, about)
             chosen = self.sampler(logits, about)
             logprobs = None
             if self.logprobs:

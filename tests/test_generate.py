@@ -277,9 +277,10 @@ def test_a_model_in_training_mode_generates_in_eval_mode_and_comes_back():
     assert not step.ids.is_inference()
 
 
-def test_logits_that_are_no_numbers_name_the_step():
+@pytest.mark.parametrize("sampler", [None, lambda logits, rows: logits.argmax(-1)])
+def test_logits_that_are_no_numbers_name_the_step(sampler):
     model = tiny_model()
-    stepper = nd.Stepper(model)
+    stepper = nd.Stepper(model, sampler=sampler)
     stepper.add(PROMPTS[0])
     stepper.step()
     with torch.no_grad():

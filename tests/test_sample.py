@@ -72,9 +72,10 @@ def test_quiet_says_nothing_beside_the_text(capsys, ckpt):
 
 
 def test_a_filter_that_greedy_ignores_is_told(capsys, ckpt):
-    assert (
-        "--top_k, --top_p changes nothing at temperature 0" in run(capsys, ckpt, "-n", "1", "--top_k", "5", "--top_p", "0.9")[1]
-    )
+    told = run(capsys, ckpt, "-n", "1", "--top_k", "5", "--top_p", "0.9")[1]
+    assert "--top_k, --top_p changes nothing at temperature 0" in told
+    off = run(capsys, ckpt, "-n", "1", "--top_k", "0", "--top_p", "1", "--min_p", "0")[1]
+    assert "changes nothing" not in off
 
 
 def test_nothing_asked_for(capsys, ckpt):
