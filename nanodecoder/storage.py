@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .hub import download, is_hub_name
 from .parts import CheckpointError, Fields
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -66,10 +67,12 @@ class StoredTensor:
 
 
 def find_folder(path: str | Path) -> tuple[Path, Path | None]:
-    """A checkpoint's folder, and the one weights file to read if `path` names one. Raises CheckpointError: what is there."""
-    path = Path(path)
+    """A checkpoint's folder, and the one weights file to read if `path` names one; a hub name is downloaded.
+
+    Raises CheckpointError, which says what is there.
+    """
     try:
-        return _find_folder(path)
+        return _find_folder(download(Path(path).as_posix()) if is_hub_name(path) else Path(path))
     except OSError as error:  # no permission to look, or a name that no file can have
         raise CheckpointError(f"cannot look at {path!s:.200}: {error.strerror}") from None
 
@@ -85,7 +88,8 @@ def _find_folder(path: Path) -> tuple[Path, Path | None]:
         folder, file = path, None
     else:
         raise CheckpointError(
-            f"there is no folder or file {str(path)!r}; give the path of a checkpoint folder with a {CONFIG} in it"
+            f"there is no folder or file {str(path)!r}; give the path of a checkpoint folder with a {CONFIG} in it, "
+            "or a hub name org/name"
         )
     if not (folder / CONFIG).is_file():
         found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
