@@ -16,6 +16,7 @@ from typing import Any
 
 import tokenizers
 
+from .chat import MORE_TEMPLATES, TEMPLATE, Chat, Messages
 from .checkpoint import token_text
 from .families import find_family
 from .parts import CheckpointError
@@ -23,7 +24,7 @@ from .storage import CONFIG, find_folder, read_bytes, read_json
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 MARKS, ADDED = "special_tokens_map.json", "added_tokens.json"
-KEPT = (TOKENIZER, SETTINGS, MARKS, ADDED, "chat_template.jinja")
+KEPT = (TOKENIZER, SETTINGS, MARKS, ADDED, TEMPLATE)
 
 
 class Tokenizer:
@@ -50,12 +51,15 @@ class Tokenizer:
         self.bos_id: int | None = self._id_of(settings["bos_token"]) if "bos_token" in settings else by_template
         end = self._id_of(settings.get("eos_token"))
         self.eos_ids: tuple[int, ...] = () if end is None else (end,)
+        # Which end of a text that is too long is lost, as the checkpoint has it for transformers' truncation
+        self.truncation_side: str = settings.get("truncation_side") or "right"
 
         # The template inside tokenizer.json says where BOS and EOS go, and overrules the flags beside it, as in transformers
         # 5; where there is no template, the flags are all that the checkpoint says.
         by_flags = description.get("post_processor") is None
         self._before = [self.bos_id] if by_flags and settings.get("add_bos_token") and self.bos_id is not None else []
         self._after = list(self.eos_ids) if by_flags and settings.get("add_eos_token") else []
+        self._chat = Chat(core, settings, self._kept)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Tokenizer:
@@ -68,7 +72,8 @@ class Tokenizer:
         own = family.tokenizer if family is not None else {}
         stated = [read_json(folder / name) for name in (MARKS, SETTINGS) if (folder / name).is_file()]
         settings = {key: value for said in (own, *stated) for key, value in said.items()}
-        kept = {name: read_bytes(folder / name) for name in KEPT if (folder / name).is_file()}
+        templates = sorted(f"{MORE_TEMPLATES}/{file.name}" for file in (folder / MORE_TEMPLATES).glob("*.jinja"))
+        kept = {name: read_bytes(folder / name) for name in (*KEPT, *templates) if (folder / name).is_file()}
         try:
             if TOKENIZER in kept:
                 core = tokenizers.Tokenizer.from_buffer(kept[TOKENIZER])
@@ -118,6 +123,40 @@ class Tokenizer:
             del ids[0]  # the text, a rendered chat template for instance, had brought its own
         return ids
 
+    # ---- chats
+
+    def chat_text(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+        template: str | None = None,
+        **variables: Any,
+    ) -> str:
+        """A conversation as the checkpoint's chat template writes it: [{"role": "user", "content": "Hi"}, …] -> text.
+
+        At its end stands what opens the model's answer, unless `add_generation_prompt` is false or, with
+        `continue_final_message`, the model is to go on with the last message. `tools` are JSON schemas, `template` is a
+        template or the name of one of the checkpoint's, and other keywords (enable_thinking=False) go to the template.
+        Raises ValueError for messages that are none or that the template refuses, CheckpointError where there is no template
+        or it does not work.
+        """
+        how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        return self._chat.texts([messages], **how, tools=tools, template=template, **variables)[0]
+
+    def chat(self, messages: Messages, **how: Any) -> list[int]:
+        """The ids of a conversation, with the keywords of `chat_text`. BOS is there if the template writes it.
+
+        Only what the template writes becomes a special token: one that stands in a message stays text, as in `encode`.
+        """
+        return self.chats([messages], **how)[0]
+
+    def chats(self, conversations: Sequence[Messages], **how: Any) -> list[list[int]]:
+        """The ids of several conversations, rendered together: starting the process that renders is what takes time."""
+        return self._chat.ids(conversations, **how)
+
     def _id_of(self, token: Any) -> int | None:
         content = token_text(token)
         return None if content is None else self._core.token_to_id(content)
@@ -133,11 +172,15 @@ class Tokenizer:
         stream = self.stream(special=special)
         return "".join([*map(stream.push, ids), stream.finish()])
 
-    def stream(self, after: Sequence[int] = (), special: bool = False) -> Stream:
-        """A decoder for ids that arrive one by one, continuing the ids of `after`, whose text it does not repeat."""
+    def stream(self, after: Sequence[int] = (), special: bool = False, stop: Sequence[str] = ()) -> Stream:
+        """A decoder for ids that arrive one by one, continuing the ids of `after`, whose text it does not repeat.
+
+        It ends before the first of the `stop` texts that appears. Raises ValueError for an empty one.
+        """
         stream = Stream(self, special)
         for index in after:
             stream.push(index)
+        stream.stop_at(stop)
         return stream
 
     def token_bytes(self, index: int, first: bool = False) -> bytes:
@@ -150,6 +193,11 @@ class Tokenizer:
         if index not in self._bytes:
             self._bytes[index] = self._find_bytes(index, first=False)
         return self._bytes[index]
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the mark that is written so ("<|im_end|>"), or None."""
+        index = self._core.token_to_id(text)
+        return index if index in self._special_ids else None
 
     def is_special(self, index: int) -> bool:
         """Whether an id is a mark such as BOS and not part of the text."""
@@ -186,25 +234,57 @@ class Tokenizer:
 
 
 class Stream:
-    """Turns ids into text as they come, and never shows half a character. Made by `Tokenizer.stream`."""
+    """Turns ids into text as they come, and never shows half a character. Made by `Tokenizer.stream`.
+
+    Where it is to stop at certain texts, it holds back what could be the beginning of one. `stopped`: one has appeared.
+    """
 
     def __init__(self, tokenizer: Tokenizer, special: bool) -> None:
         self._tokenizer, self._special = tokenizer, special
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._first = True
+        self._stop: tuple[str, ...] = ()
+        self._held = ""
+        self.stopped = False
+
+    def stop_at(self, stop: Sequence[str]) -> None:
+        """From here on, end before the first of these texts that appears."""
+        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+            raise ValueError(f"stop must be a list of texts, none of them empty, not {stop!r:.60}")
+        self._stop = tuple(stop)
 
     def push(self, index: int) -> str:
-        """The text that this id completes, possibly none."""
+        """The text that can be shown with this id, possibly none."""
         index = operator.index(index)  # of a tensor or an array too
         if self._tokenizer.is_special(index) and not self._special:
             return ""
         text = self._characters.decode(self._tokenizer.token_bytes(index, self._first))
         self._first = False
-        return text
+        return self._show(text)
 
     def finish(self) -> str:
-        """What is left: bytes that no character was made of, as "�"."""
-        return self._characters.decode(b"", final=True)
+        """What is left: bytes that no character was made of, as "�", and what was held back for nothing."""
+        text = self._show(self._characters.decode(b"", final=True)) + self._held
+        self._held = ""
+        return text
+
+    def _show(self, text: str) -> str:
+        """What can be shown when `text` has come: all before a stop text, or before what may become one."""
+        if not self._stop:
+            return text
+        if self.stopped:
+            return ""
+        text = self._held + text
+        found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        self.stopped = bool(found)
+        if found:
+            self._held = ""
+            return text[: min(found)]
+        longest = max(map(len, self._stop))
+        starts = range(max(0, len(text) - longest + 1), len(text))
+        cut = next((i for i in starts if any(stop.startswith(text[i:]) for stop in self._stop)), len(text))
+        self._held = text[cut:]
+        return text[:cut]
 
 
 def _add_tokens(core: tokenizers.Tokenizer, folder: Path, settings: dict[str, Any]) -> None:
