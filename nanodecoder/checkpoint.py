@@ -35,12 +35,12 @@ from .storage import CONFIG, INDEX, SPELLED, WEIGHTS, StoredTensor, Weights, fin
 GENERATION = "generation_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 READERS = 4  # threads that copy tensors from disk
-# Keys of generation_config.json that change no token here, and the values at which the others change none.
+# Keys of generation_config.json that change no token here or are read as ids, and the values at which others change none.
 HARMLESS_GENERATION = frozenset(
     "temperature top_k top_p min_p bos_token_id eos_token_id pad_token_id decoder_start_token_id transformers_version "
     "_from_model_config use_cache cache_implementation max_length max_new_tokens num_return_sequences early_stopping "
     "length_penalty output_attentions output_hidden_states output_scores output_logits return_dict_in_generate "
-    "return_legacy_cache trust_remote_code disable_compile".split()
+    "return_legacy_cache trust_remote_code disable_compile suppress_tokens".split()
 )
 NEUTRAL_GENERATION = {
     "num_beams": 1,
@@ -281,11 +281,12 @@ def read_generation(folder: Path, raw: dict[str, Any], family: Family) -> Genera
     if said.take("do_sample", bool, False):
         sampling |= {
             "temperature": said.take("temperature", float, 1.0),
-            "top_k": said.take("top_k", int, 0),
+            "top_k": said.take("top_k", int, 50),  # what transformers takes where the file does not say
             "top_p": said.take("top_p", float, 1.0),
             "min_p": said.take("min_p", float, 0.0),
         }
     sampling["repetition_penalty"] = said.take("repetition_penalty", float, 1.0)
+    sampling["banned_ids"] = _ids(said, "suppress_tokens")
     for key in said.unread():
         if key not in HARMLESS_GENERATION and stated[key] != NEUTRAL_GENERATION.get(key):
             _warn(f"{said.where} asks for {short(key)}: {short(stated[key])}, which is not supported and ignored")
@@ -393,14 +394,18 @@ def _write_generation(generation: GenerationConfig) -> dict[str, Any]:
         raw |= {"min_p": generation.min_p} if generation.min_p else {}
     if generation.repetition_penalty != 1.0:
         raw["repetition_penalty"] = generation.repetition_penalty
+    if generation.banned_ids:
+        raw["suppress_tokens"] = list(generation.banned_ids)
     return raw
 
 
 @contextmanager
 def _renamed_together(folder: Path, names: Iterable[str]) -> Iterator[dict[str, Path]]:
     """Temporary paths, one per name: all flushed and renamed to their names if the body succeeds, all removed if not."""
-    parts = {name: folder / f".{name}.{os.getpid()}.part" for name in names}
+    parts = {name: (folder / name).with_name(f".{Path(name).name}.{os.getpid()}.part") for name in names}
     try:
+        for part in parts.values():
+            part.parent.mkdir(exist_ok=True)
         yield parts
         for part in parts.values():
             with part.open("rb+") as file:

@@ -5,6 +5,8 @@ Nothing here knows a model's name or a file format; `families.py` translates Hug
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -177,7 +179,9 @@ class Sampling:
     temperature: 0 takes the likeliest id; above, logits are divided by it. top_k: keep the k largest, and what equals the k-th;
     0 is off. top_p: keep the fewest ids whose probabilities reach p; 1 is off. min_p: keep ids at least this fraction as
     likely as the likeliest; 0 is off. repetition_penalty: divides positive and multiplies negative logits of ids that the row
-    has already (arXiv 1909.05858); 1 is off.
+    has already, prompt included (arXiv 1909.05858); 1 is off. presence_penalty: subtracted from the logits of ids that were
+    generated already; frequency_penalty: subtracted once for each time (both as in OpenAI's interface); 0 is off.
+    logit_bias: id -> what is added to its logit, -inf banning it; banned_ids: the same for ids alone.
     """
 
     temperature: float = 0.0
@@ -185,6 +189,10 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    banned_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         def require(holds: bool, name: str, range_: str) -> None:
@@ -197,6 +205,19 @@ class Sampling:
         require(0 <= self.top_p <= 1, "top_p", "from 0 to 1 (off)")
         require(0 <= self.min_p <= 1, "min_p", "from 0 (off) to 1")
         require(1e-6 <= self.repetition_penalty <= 1e6, "repetition_penalty", "from 1e-6 to 1e6 (1 is off)")
+        require(-1e6 <= self.presence_penalty <= 1e6, "presence_penalty", "from -1e6 to 1e6 (0 is off)")
+        require(-1e6 <= self.frequency_penalty <= 1e6, "frequency_penalty", "from -1e6 to 1e6 (0 is off)")
+        bias = dict(self.logit_bias)
+        numbers = all(_is_id(index) and -math.inf <= value <= 1e6 for index, value in bias.items())
+        require(numbers, "logit_bias", "ids with numbers up to 1e6 (-inf bans)")
+        require(all(map(_is_id, self.banned_ids)), "banned_ids", "ids")
+        # Tuples, so that settings stay hashable and cannot be changed under whoever holds them
+        object.__setattr__(self, "logit_bias", tuple(sorted(bias.items())))
+        object.__setattr__(self, "banned_ids", tuple(sorted(set(self.banned_ids))))
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ Legend: B rows, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ class Rows:
 class Sampler(Sampling):
     """A callable (logits, rows) -> ids, with `Sampling`'s settings.
 
-    They apply in transformers' order: penalty, temperature, top-k, top-p, min-p.
+    They apply in transformers' order: logit bias, penalties, temperature, top-k, top-p, min-p.
     """
 
     def __call__(self, logits: Tensor, rows: Rows | None = None) -> Tensor:
@@ -49,31 +50,28 @@ class Sampler(Sampling):
         Raises ValueError for logits from which nothing can be chosen: NaN, +inf, or all -inf.
         """
         require_finite(logits, rows)
-        filtered = self.filter(logits, rows)
         settings = self._settings(logits, rows)
         if all(row.temperature == 0 for row in settings):
-            return filtered.argmax(dim=-1)  # the first of equals
+            return _adjust(logits.float(), rows, settings).argmax(dim=-1)  # the first of equals
+        filtered = self.filter(logits, rows)
         if rows is None:
             seeds = torch.randint(2**62, (len(logits),)).tolist()
             rows = Rows(seeds, [0] * len(logits))
-        noise = gumbel(rows.seeds, rows.positions, logits.shape[-1], logits.device)
+        noise = gumbel(rows.seeds, rows.positions, torch.arange(logits.shape[-1], device=logits.device))
         return (filtered + noise).argmax(dim=-1)
 
     def filter(self, logits: Tensor, rows: Rows | None = None, *extra: Filter) -> Tensor:
-        """The pure part: logits (B, V) -> float32 logits (B, V) after penalty, temperature and filters; -inf is impossible.
+        """The pure part: logits (B, V) -> float32 logits (B, V) after penalties, temperature and filters; -inf is impossible.
 
         `extra` are logits -> logits functions, applied first. A greedy row keeps its likeliest id alone.
         """
         for function in extra:
             logits = function(logits)
-        logits = logits.float()
         settings = self._settings(logits, rows)
+        logits = _adjust(logits.float(), rows, settings)
 
         def column(values: list[float]) -> Tensor:
             return torch.tensor(values, device=logits.device)[:, None]  # (B, 1)
-
-        if any(row.repetition_penalty != 1 for row in settings):
-            logits = _penalize(logits, rows, [row.repetition_penalty for row in settings])
 
         greedy = [row.temperature == 0 for row in settings]
         if all(greedy):
@@ -117,7 +115,45 @@ def _keep_first_best(logits: Tensor) -> Tensor:
     return torch.full_like(logits, -math.inf).scatter(-1, best, logits.gather(-1, best))
 
 
-def _penalize(logits: Tensor, rows: Rows | None, penalties: Sequence[float]) -> Tensor:
+def _adjust(logits: Tensor, rows: Rows | None, settings: Sequence[Sampling]) -> Tensor:
+    """What applies to greedy rows too: bias and penalties. (B, V) float32 -> (B, V)"""
+    if any(row.logit_bias or row.banned_ids for row in settings):
+        logits = _bias(logits, settings)
+    if any(row.repetition_penalty != 1 for row in settings):
+        logits = _penalize_repetition(logits, rows, [row.repetition_penalty for row in settings])
+    if any(row.presence_penalty or row.frequency_penalty for row in settings):
+        logits = _penalize_generated(logits, rows, settings)
+    return logits
+
+
+def _bias(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
+    """Add each row's bias, -inf for what is banned."""
+    logits = logits.clone()
+    for row, own in enumerate(settings):
+        bias = dict(own.logit_bias) | dict.fromkeys(own.banned_ids, -math.inf)
+        if bias and max(bias) >= logits.shape[-1]:
+            raise ValueError(f"the logit bias names id {max(bias)}, and there are {logits.shape[-1]} ids")
+        ids = torch.tensor(list(bias), dtype=torch.int64, device=logits.device)
+        logits[row, ids] += torch.tensor(list(bias.values()), dtype=logits.dtype, device=logits.device)
+        if bias and logits[row].max() == -math.inf:
+            raise ValueError(f"the logit bias of row {row} bans every id that was possible: nothing is left to choose")
+    return logits
+
+
+def _penalize_generated(logits: Tensor, rows: Rows | None, settings: Sequence[Sampling]) -> Tensor:
+    """Less for ids that were generated before: once for being there, and once for each time."""
+    if rows is None or rows.ids is None or rows.steps is None:
+        raise ValueError("presence_penalty and frequency_penalty need rows.ids and rows.steps, which tell what was generated")
+    logits = logits.clone()
+    for row, (ids, step, own) in enumerate(zip(rows.ids, rows.steps, settings, strict=True)):
+        times = Counter(ids[len(ids) - step + 1 :])
+        less = [own.presence_penalty + own.frequency_penalty * n for n in times.values()]
+        seen = torch.tensor(list(times), dtype=torch.int64, device=logits.device)
+        logits[row, seen] -= torch.tensor(less, dtype=logits.dtype, device=logits.device)
+    return logits
+
+
+def _penalize_repetition(logits: Tensor, rows: Rows | None, penalties: Sequence[float]) -> Tensor:
     """Once per id that the row has already."""
     if rows is None or rows.ids is None:
         raise ValueError("repetition_penalty needs rows.ids, the ids that each row has already")
@@ -160,12 +196,11 @@ def _min_p(logits: Tensor, p: Tensor) -> Tensor:
 _WORD = 0xFFFF_FFFF
 
 
-def gumbel(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
-    """Standard Gumbel noise, (B, V) float32, a pure function of each row's seed and position and of the token id."""
+def gumbel(seeds: Sequence[int], positions: Sequence[int], ids: Tensor) -> Tensor:
+    """Standard Gumbel noise, (B, N) float32 for N token ids, a pure function of each row's seed and position and of the id."""
     keys = [_key(seed, position) for seed, position in zip(seeds, positions, strict=True)]
-    low = torch.tensor([[key & _WORD] for key in keys], device=device)
-    high = torch.tensor([[key >> 32] for key in keys], device=device)
-    ids = torch.arange(vocab_size, device=device)
+    low = torch.tensor([[key & _WORD] for key in keys], device=ids.device)
+    high = torch.tensor([[key >> 32] for key in keys], device=ids.device)
     bits = _mix(_mix(ids ^ low) ^ high)  # (B, V), 0 … 2³² - 1
     # -log(1 - u) keeps full precision for small u, where the winners are; u itself stays below 1.
     uniform = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)

@@ -772,7 +772,7 @@ def test_the_checkpoint_samples_only_if_it_says_so(folder):
     assert load_model(folder).generation.temperature == 0
     edit(folder, "generation_config.json", do_sample=True)
     said = load_model(folder).generation
-    assert (said.temperature, said.top_p, said.top_k) == (0.6, 0.9, 0)
+    assert (said.temperature, said.top_p, said.top_k) == (0.6, 0.9, 50)
 
 
 def test_a_way_of_generating_that_we_do_not_have_is_told(folder):
