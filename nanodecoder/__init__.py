@@ -5,16 +5,19 @@
     print(nd.complete(model, tokenizer, ["Once upon a time"], max_new_tokens=50)[0].text)
 
 The files in reading order: config, rope, layers, cache, attention, model (the decoder itself); then parts, families, storage,
-checkpoint, tokenizer, sampler, generate.
+checkpoint, tokenizer, sampler, batch, generate, completion, score, pipeline.
 """
 
 from .cache import KVCache
 from .checkpoint import load_model, save_model
+from .completion import Completion, complete
 from .config import ModelConfig, RopeConfig
-from .generate import Completion, Stepper, complete, generate
+from .generate import Stepper, generate
 from .model import Decoder
 from .parts import CheckpointError
+from .pipeline import pipeline
 from .sampler import Sampler
+from .score import score
 from .tokenizer import Tokenizer
 
 __all__ = [
@@ -30,5 +33,7 @@ __all__ = [
     "complete",
     "generate",
     "load_model",
+    "pipeline",
     "save_model",
+    "score",
 ]

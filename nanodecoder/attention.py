@@ -28,6 +28,7 @@ from .layers import make_norm, soft_cap
 from .rope import Turn, rotate
 
 PATHS = ("fused", "explicit")
+EXACT_SLOTS = 256  # an exact pass looks at a multiple of this many slots
 
 
 def visible(query_positions: Tensor, key_positions: Tensor, window: int | None = None) -> Tensor:
@@ -47,24 +48,36 @@ class Sight:
 
     `causal`: query t sees keys 0 … t, and there are as many keys as queries (the whole prompt at once).
     Otherwise `mask`, (B or 1, 1, T, S) bool, or None where every query sees every key (a single new token per row).
+    `packed`: the stream holds real tokens only, (1, N, dim), and this says where they belong.
+    `extents` (B,): look at each row alone, and at this many slots of it.
     """
 
     mask: Tensor | None = None
     causal: bool = False
+    packed: Placement | None = None
+    extents: tuple[int, ...] | None = None
 
 
-def sight(at: Placement, window: int | None, path: str) -> Sight:
-    """Say what `visible` says of this pass, by a short cut where that is the same. The explicit path takes no short cut."""
-    if path == "fused":
+def sight(at: Placement, window: int | None, path: str, exact: bool = False) -> Sight:
+    """Say what `visible` says of this pass, by a short cut where that is the same. The explicit path takes no short cut.
+
+    `exact`: the shapes that kernels get must depend on a row's own length only, so nothing is packed or cut short.
+    """
+    packed = at if at.ragged and not exact else None
+    if path == "fused" and not exact:
         unwindowed = window is None or window >= at.extent
         # A column that is not real comes after all real ones, so the triangle hides it from them.
         if unwindowed and at.columns > 1 and at.extent == at.columns and max(at.starts) == 0:
-            return Sight(causal=True)
+            return Sight(causal=True, packed=packed)
         if unwindowed and at.columns == 1 and at.uniform:
             return Sight()
     queries = at.positions[:1] if at.uniform else at.positions  # rows alike need one mask
     keys = torch.arange(at.extent, device=at.device)
-    return Sight(mask=visible(queries, keys, window)[:, None])
+    mask = visible(queries, keys, window)[:, None]
+    if not exact:
+        return Sight(mask, packed=packed)
+    extents = tuple(min(at.extent, -(-length // EXACT_SLOTS) * EXACT_SLOTS) for length in at.lengths)
+    return Sight(mask.expand(len(extents), -1, -1, -1), extents=extents)
 
 
 def explicit_attention(q: Tensor, k: Tensor, v: Tensor, see: Sight, scale: float, softcap: float | None = None) -> Tensor:
@@ -90,7 +103,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, see: Sight, scale: float) -
 
 
 class Attention(nn.Module):
-    """Grouped-query attention of one block. (B, T, dim) -> (B, T, dim)"""
+    """Grouped-query attention of one block. (B, T, dim) -> (B, T, dim), or packed (1, N, dim) -> (1, N, dim)"""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -115,27 +128,38 @@ class Attention(nn.Module):
         path: str = "fused",
     ) -> Tensor:
         """x (B, T, dim); `turn` the positions' angles; `see` who sees whom; `cache` this layer's slots."""
-        q = self._heads(self.q_proj(x), self.q_norm)  # (B, H, T, D)
-        k = self._heads(self.k_proj(x), self.k_norm)  # (B, Hkv, T, D)
-        v = self._heads(self.v_proj(x))  # (B, Hkv, T, D)
+        q = self._heads(self.q_proj(x), see, self.q_norm)  # (B, H, T, D)
+        k = self._heads(self.k_proj(x), see, self.k_norm)  # (B, Hkv, T, D)
+        v = self._heads(self.v_proj(x), see)  # (B, Hkv, T, D)
         if turn is not None:
             q, k = rotate(q, turn), rotate(k, turn)
         if cache is not None:
             k, v = cache.extend(k, v)  # (B, Hkv, S, D)
-        out = self.attend(q, k, v, see, path)  # (B, H, T, D)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        out = self.attend(q, k, v, see, path).transpose(1, 2)  # (B, T, H, D)
+        if see.packed is not None:
+            out = see.packed.pack(out)
+        return self.o_proj(out.flatten(2))
 
-    def _heads(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
+    def _heads(self, x: Tensor, see: Sight, norm: nn.Module | None = None) -> Tensor:
         """(B, T, heads · D) -> (B, heads, T, D), normed before or after the heads part, as `norm` wants it."""
         if norm is not None and not self.norm_per_head:
             x = norm(x)
         x = x.unflatten(-1, (-1, self.head_dim))
         if norm is not None and self.norm_per_head:
             x = norm(x)
+        if see.packed is not None:
+            x = see.packed.unpack(x)
         return x.transpose(1, 2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, see: Sight, path: str) -> Tensor:
         """Mix values by how well their keys meet the queries. q (B, H, T, D); k, v (B, Hkv, S, D) -> (B, H, T, D)"""
+        if see.extents is not None:
+            slots = [slice(extent) for extent in see.extents]
+            rows = zip(q.split(1), k.split(1), v.split(1), see.mask.split(1), slots, strict=True)
+            return torch.cat([self._mix(q, k[:, :, s], v[:, :, s], Sight(mask[..., s]), path) for q, k, v, mask, s in rows])
+        return self._mix(q, k, v, see, path)
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, see: Sight, path: str) -> Tensor:
         if path == "explicit":
             return explicit_attention(q, k, v, see, self.scale, self.softcap)
         return fused_attention(q, k, v, see, self.scale)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from operator import index
@@ -45,9 +46,14 @@ class Placement:
         return tuple(start + count for start, count in zip(self.starts, self.counts, strict=True))
 
     @property
+    def ragged(self) -> bool:
+        """Whether some columns are not real."""
+        return min(self.counts) < self.columns
+
+    @property
     def uniform(self) -> bool:
         """Whether all rows start at one position and all their columns are real."""
-        return min(self.counts) == self.columns and min(self.starts) == max(self.starts)
+        return not self.ragged and min(self.starts) == max(self.starts)
 
     @cached_property
     def positions(self) -> Tensor:
@@ -71,6 +77,17 @@ class Placement:
         ]
         row, column, slot = torch.tensor(triples, dtype=torch.int64, device=self.device).reshape(-1, 3).unbind(1)
         return row, column, slot
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Leave out the columns that are not real: (B, T, …) -> (1, N, …), N real tokens in all."""
+        row, column, _ = self.real
+        return x[row, column][None]
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """Put real tokens back in their places, zeros between: (1, N, …) -> (B, T, …)"""
+        row, column, _ = self.real
+        out = x.new_zeros(len(self.counts), self.columns, *x.shape[2:])
+        return out.index_put((row, column), x[0])
 
 
 class LayerCache:
@@ -96,7 +113,8 @@ class LayerCache:
 class KVCache:
     """Preallocated keys and values for `batch_size` rows of up to `max_seq_len` tokens.
 
-    `keys` and `values` are (n_layers, B, Hkv, S, D). `dtype` must be the model's activations' dtype.
+    `keys` and `values` are (n_layers, B, Hkv, S, D). `dtype` must be the model's activations' dtype. A pass reads as many slots
+    as its longest row needs, rounded up to a multiple of `read_slots`.
     Raises ValueError when a size is below 1.
     """
 
@@ -107,12 +125,12 @@ class KVCache:
         max_seq_len: int,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        read_slots: int = 1,
     ) -> None:
         if batch_size < 1 or max_seq_len < 1:
             raise ValueError(f"a cache needs at least 1 row and 1 slot, not {batch_size} and {max_seq_len}")
+        self.read_slots = read_slots
         self._allocate(config.n_layers, batch_size, config.n_kv_heads, max_seq_len, config.head_dim, device, dtype)
-        self._lengths = [0] * batch_size
-        self._longest = [0] * batch_size
 
     def _allocate(self, *shape_and_place: object) -> None:
         *shape, device, dtype = shape_and_place
@@ -130,6 +148,7 @@ class KVCache:
                 f"{device}: ask for fewer new tokens, a shorter prompt or fewer rows ({str(error).splitlines()[0]})"
             ) from None
         self.keys, self.values, self._clean = keys, values, 0  # both or neither
+        self._lengths, self._longest = [0] * shape[1], [0] * shape[1]
 
     def __repr__(self) -> str:
         return f"KVCache(lengths={self._lengths}, max_seq_len={self.max_seq_len}, {self.dtype}, {self.device})"
@@ -138,6 +157,11 @@ class KVCache:
     def lengths(self) -> Tensor:
         """(B,) int64 on the CPU, a copy: how many tokens each row holds."""
         return torch.tensor(self._lengths)
+
+    @property
+    def longest(self) -> tuple[int, ...]:
+        """(B,) how many tokens each row has held at most since it was empty: longrope's angles are of that length."""
+        return tuple(self._longest)
 
     @property
     def batch_size(self) -> int:
@@ -168,6 +192,7 @@ class KVCache:
                     f"make it larger, or resize({length + count})"
                 )
         extent = max(1, max(length + count for length, count in zip(self._lengths, real, strict=True)))
+        extent = min(self.max_seq_len, -(-extent // self.read_slots) * self.read_slots)
         self._uncover(extent)
         return Placement(tuple(self._lengths), real, tuple(self._longest), columns, extent, self.device)
 
@@ -215,30 +240,51 @@ class KVCache:
 
     def select(self, rows: Sequence[int | None] | Tensor) -> None:
         """Keep these rows, in this order. A row may be named more than once (several continuations of one prompt), and None
-        stands for a new, empty one."""
+        stands for a new, empty one.
+
+        Rows that stay in their places are not copied, as long as the others come from places beyond the new batch."""
         kept = [None if row is None else index(row) for row in rows]
         if not kept or not all(row is None or 0 <= row < self.batch_size for row in kept):
             raise ValueError(f"rows must be one or more of 0 to {self.batch_size - 1}, or None, not {kept}")
-        self._copy(kept, self.max_seq_len)
+        in_place = all(row is not None and (row == place or row >= len(kept)) for place, row in enumerate(kept))
+        wasted = self.keys.untyped_storage().nbytes() > 2 * len(kept) * self.keys[:, 0].nbytes
+        if not in_place or wasted:
+            self._copy(kept, self.max_seq_len)
+            return
+        for place, row in enumerate(kept):
+            if row != place:
+                self.adopt(place, self, row)
+        self.keys, self.values = self.keys[:, : len(kept)], self.values[:, : len(kept)]
+        del self._lengths[len(kept) :], self._longest[len(kept) :]
+
+    def adopt(self, row: int, other: KVCache, source: int) -> None:
+        """Let a row hold what row `source` of another cache of this config holds. Raises ValueError for too few slots."""
+        held = other._lengths[source]
+        if held > self.max_seq_len:
+            raise ValueError(f"{self.max_seq_len} slots cannot keep the {held} tokens that a row holds")
+        self._uncover(held)
+        self.keys[:, row, :, :held] = other.keys[:, source, :, :held]
+        self.values[:, row, :, :held] = other.values[:, source, :, :held]
+        for left in (self.keys, self.values):  # the row may have been given up because it produced NaN
+            left[:, row, :, held : self._lengths[row]] = 0
+        self._lengths[row], self._longest[row] = held, other._longest[source]
 
     def resize(self, max_seq_len: int) -> None:
         """Change how many slots each row has, keeping what it holds. Raises ValueError when that would lose tokens."""
         if max_seq_len < max(1, *self._lengths):
             raise ValueError(f"{max_seq_len} slots cannot keep the {max(self._lengths)} tokens that a row holds")
+        if max_seq_len == self.max_seq_len:
+            return
         self._copy(list(range(self.batch_size)), max_seq_len)
 
     def _copy(self, rows: Sequence[int | None], max_seq_len: int) -> None:
         """Move the held tokens of these rows into new buffers."""
-        old_keys, old_values, old_lengths, old_longest = self.keys, self.values, self._lengths, self._longest
-        n_layers, _, n_kv_heads, _, head_dim = old_keys.shape
+        old = copy(self)
+        n_layers, _, n_kv_heads, _, head_dim = old.keys.shape
         self._allocate(n_layers, len(rows), n_kv_heads, max_seq_len, head_dim, self.device, self.dtype)
-        self._lengths = [0 if row is None else old_lengths[row] for row in rows]
-        self._longest = [0 if row is None else old_longest[row] for row in rows]
-        self._uncover(max(self._lengths))
-        for new, old in enumerate(rows):
-            held = self._lengths[new]
-            self.keys[:, new, :, :held] = old_keys[:, old or 0, :, :held]
-            self.values[:, new, :, :held] = old_values[:, old or 0, :, :held]
+        for new, row in enumerate(rows):
+            if row is not None:
+                self.adopt(new, old, row)
 
 
 def out_of_memory(error: BaseException) -> bool:

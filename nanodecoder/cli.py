@@ -31,7 +31,7 @@ from .parts import CheckpointError
 T = TypeVar("T")
 
 
-class UsageError(Exception):
+class UsageError(ValueError):
     """A command line that cannot be carried out, in one sentence. Exit status 2."""
 
 

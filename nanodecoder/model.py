@@ -90,8 +90,19 @@ class Decoder(nn.Module):
         """
         return self.head(self.trunk(tokens, cache, counts=counts))
 
-    def trunk(self, tokens: Tensor, cache: KVCache | None = None, *, counts: Sequence[int] | Tensor | None = None) -> Tensor:
-        """Everything up to the final norm. tokens (B, T) int64 -> (B, T, dim)"""
+    def trunk(
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        *,
+        counts: Sequence[int] | Tensor | None = None,
+        exact: bool = False,
+    ) -> Tensor:
+        """Everything up to the final norm. tokens (B, T) int64 -> (B, T, dim)
+
+        Where only some of the tokens are real, only those are computed. With `exact` all are, and attention looks at each row
+        alone: then a row's result depends on T, B and the row itself, to the last bit (see `rows.Blocks`).
+        """
         config = self.config
         self._check(tokens, cache)
         at = cache.place(tokens.shape[1], counts) if cache is not None else fresh(*tokens.shape, counts, tokens.device)
@@ -101,7 +112,8 @@ class Decoder(nn.Module):
 
         # Computed once per pass, shared by the layers that agree on them.
         turns = [rope and angles(at.positions, rope, config.head_dim, at.lengths, self.dtype) for rope in self.ropes]
-        sights = {window: sight(at, window, path) for window in set(config.windows)}
+        sights = {window: sight(at, window, path, exact) for window in set(config.windows)}
+        packed = sights[config.windows[0]].packed
 
         x = self.embed(tokens)
         if config.embed_scale != 1:
@@ -109,11 +121,14 @@ class Decoder(nn.Module):
             x = x * torch.tensor(config.embed_scale, dtype=x.dtype, device=x.device)
         if self.positions is not None:
             x = x + self.positions(at.positions + config.position_offset)
+        if packed is not None:
+            x = packed.pack(x)  # (1, N, dim)
         for block, rope, window, layer in zip(self.blocks, self.rope_of_layer, config.windows, layers, strict=True):
             x = block(x, turns[rope], sights[window], layer, path)
         if cache is not None:
             cache.advance(at)
-        return self.norm(x)
+        x = self.norm(x)
+        return x if packed is None else packed.unpack(x)
 
     def head(self, x: Tensor) -> Tensor:
         """(…, dim) out of the trunk -> logits (…, V)"""

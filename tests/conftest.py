@@ -41,6 +41,11 @@ def smollm2() -> Path:
     return folder
 
 
+THREADS = torch.get_num_threads()
+
+
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _seeded(request) -> None:
+    """The same chance for every test, and one thread for tiny models: more of them only wait for each other."""
     torch.manual_seed(0)
+    torch.set_num_threads(THREADS if request.node.get_closest_marker("slow") else 1)

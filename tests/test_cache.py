@@ -172,3 +172,60 @@ def test_positions_continue_each_row_and_padding_repeats_the_last_real_one(steps
         cache.advance(at)
         lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
         assert cache.lengths.tolist() == lengths
+
+
+def marked(cache: KVCache, lengths: list[int]) -> None:
+    """Fill rows with numbers that say whose they are: row + slot / 100."""
+    columns = max(lengths)
+    at = cache.place(columns, lengths)
+    for layer in cache.layers(at):
+        k = torch.tensor([[row + slot / 100 for slot in range(columns)] for row in range(len(lengths))])
+        k = k[:, None, :, None].expand(-1, cache.keys.shape[2], -1, cache.keys.shape[4])
+        layer.extend(k, k)
+    cache.advance(at)
+
+
+def test_rows_that_leave_let_the_others_stay_in_their_places_and_the_last_fill_the_gaps():
+    cache = KVCache(tiny_config(), 5, 8)
+    marked(cache, [3, 8, 5, 4, 6])
+    before = cache.keys.data_ptr()
+    cache.select([0, 4, 2, 3])
+    assert cache.keys.data_ptr() == before  # nobody was copied but the row that moved
+    assert cache.lengths.tolist() == [3, 6, 5, 4]
+    for place, (row, length) in enumerate([(0, 3), (4, 6), (2, 5), (3, 4)]):
+        wanted = torch.tensor([row + slot / 100 for slot in range(length)])
+        assert torch.equal(cache.keys[1, place, 0, :length, 0], wanted)
+        assert torch.equal(cache.values[0, place, 1, :length, 3], wanted)
+    assert cache.keys[:, 1, :, 6:].abs().max() == 0  # what the row before it held beyond is gone
+    cache.select([3, 0])  # out of order: copied
+    assert cache.keys.data_ptr() != before
+    assert torch.equal(cache.keys[0, 1, 0, :3, 0], torch.tensor([0.0, 0.01, 0.02]))
+
+
+def test_a_batch_that_shrinks_gives_memory_back_in_the_end():
+    cache = KVCache(tiny_config(), 8, 16)
+    marked(cache, [2] * 8)
+    cache.select(range(5))
+    assert cache.keys.untyped_storage().nbytes() == 8 * cache.keys[:, 0].nbytes
+    cache.select(range(3))
+    assert cache.keys.untyped_storage().nbytes() == 3 * cache.keys[:, 0].nbytes
+    assert cache.lengths.tolist() == [2, 2, 2]
+
+
+def test_a_row_of_another_cache_is_adopted_with_all_it_holds():
+    one, many = KVCache(tiny_config(), 1, 8), KVCache(tiny_config(), 3, 6)
+    marked(one, [4])
+    marked(many, [6, 6, 6])
+    many.adopt(1, one, 0)
+    assert many.lengths.tolist() == [6, 4, 6]
+    assert torch.equal(many.keys[:, 1, :, :4], one.keys[:, 0, :, :4])
+    assert many.keys[:, 1, :, 4:].abs().max() == 0
+    marked(one, [4])
+    with pytest.raises(ValueError, match="6 slots cannot keep the 8 tokens that a row holds"):
+        many.adopt(0, one, 0)
+
+
+def test_a_pass_may_read_slots_in_blocks():
+    cache = KVCache(tiny_config(), 2, 40, read_slots=16)
+    assert [cache.place(columns).extent for columns in (1, 16, 17, 33)] == [16, 16, 32, 40]
+    assert cache.keys[:, :, :, :40].abs().max() == 0  # and all that is read was zeroed

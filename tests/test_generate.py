@@ -170,7 +170,7 @@ def test_the_cache_is_sized_for_the_run_not_for_the_advertised_context():
     stepper = nd.Stepper(tiny_model(max_seq_len=1_000_000))
     stepper.add([3] * 5, max_new_tokens=4)
     stepper.step()
-    assert stepper._cache.max_seq_len == 8
+    assert stepper._passes.cache.max_seq_len == 8
 
 
 def test_nothing_asked_for_is_nothing_done():
@@ -358,3 +358,102 @@ def test_text_needs_a_tokenizer():
         nd.complete(tiny_model(), None, ["hi"])
     with pytest.raises(ValueError, match="there are no rows to step"):
         nd.Stepper(tiny_model()).step()
+
+
+# ---- the caller's own loop
+
+
+def test_a_stepper_run_to_its_end_gives_what_complete_gives_row_for_row(tmp_path):
+    """Each row with its own sampler, seed, stops and limit; text too."""
+    tokenizer, model = nd.Tokenizer.load(sentence_piece(tmp_path)), tiny_model(vocab_size=300)
+    about = [
+        {"max_new_tokens": 9},
+        {"max_new_tokens": 14, "seed": 4, "sampler": nd.Sampler(1.0, top_k=5)},
+        {"max_new_tokens": 20, "seed": 5, "sampler": nd.Sampler(1.2), "stop": ["e", "th"]},
+        {"max_new_tokens": 3, "seed": 6, "sampler": nd.Sampler(0.7), "stop_ids": [7]},
+    ]
+    texts = ["the", "a fox", "", "the quick"]
+    stepper = nd.Stepper(model, tokenizer=tokenizer)
+    numbers = [stepper.add(text, **one) for text, one in zip(texts, about, strict=True)]
+    ids, shown, why = (dict.fromkeys(numbers, value) for value in ((), "", None))
+    while len(stepper):
+        step = stepper.step()
+        for number, index, text, reason, mark in zip(
+            step.rows, step.ids.tolist(), step.texts, step.reasons, step.marks, strict=True
+        ):
+            ids[number] += () if mark else (index,)
+            shown[number] += text
+            why[number] = reason
+    for number, text, one in zip(numbers, texts, about, strict=True):
+        own = {name: value for name, value in one.items() if name not in ("seed", "sampler")}
+        seeds = [one["seed"]] if "seed" in one else None
+        done = nd.complete(model, tokenizer, [text], seeds=seeds, sampler=one.get("sampler"), **own)[0]
+        assert (list(ids[number]), shown[number], why[number]) == (done.ids, done.text, done.finish_reason)
+
+
+def test_a_row_may_be_let_go_before_its_end():
+    model = tiny_model()
+    stepper = nd.Stepper(model)
+    first, second = (stepper.add(prompt, max_new_tokens=6) for prompt in PROMPTS[:2])
+    stepper.step()
+    stepper.remove(first)
+    with pytest.raises(ValueError, match="row 0 is not on its way"):
+        stepper.remove(first)
+    ids = []
+    while len(stepper):
+        step = stepper.step()
+        assert step.rows == (second,)
+        ids += step.ids.tolist()
+    assert ids == nd.complete(model, None, PROMPTS[1:2], max_new_tokens=6)[0].ids[1:]
+
+
+def test_functions_of_logits_come_before_the_sampler_and_leave_log_probabilities_alone():
+    model = tiny_model()
+    free = nd.complete(model, None, PROMPTS[:1], max_new_tokens=1, logprobs=True)[0]
+
+    def ban(logits):
+        return logits.index_fill(-1, torch.tensor(free.ids), float("-inf"))
+
+    other = nd.complete(model, None, PROMPTS[:1], max_new_tokens=1, filters=[ban], top_logprobs=2)[0]
+    assert other.ids != free.ids
+    assert other.top_logprobs[0][0] == (free.ids[0], pytest.approx(free.logprobs[0]))
+    assert other.top_logprobs[0][1] == (other.ids[0], pytest.approx(other.logprobs[0]))
+
+
+def test_a_sampler_for_each_prompt():
+    model = tiny_model()
+    own = [nd.Sampler(), nd.Sampler(1.0), nd.Sampler(1.0, top_k=2)]
+    together = nd.complete(model, None, PROMPTS, max_new_tokens=8, sampler=own, seeds=[1, 2, 3])
+    for row in range(3):
+        alone = nd.complete(model, None, PROMPTS[row : row + 1], max_new_tokens=8, sampler=own[row], seeds=[row + 1])
+        assert alone[0].ids == together[row].ids
+    with pytest.raises(ValueError, match="2 samplers for 3 prompts"):
+        nd.generate(model, PROMPTS, sampler=own[:2])
+
+
+def test_columns_have_a_place_for_every_row_in_every_field(tmp_path):
+    tokenizer, model = nd.Tokenizer.load(sentence_piece(tmp_path)), tiny_model(vocab_size=300)
+    options = {"sampler": forced(2, [1, 3, None]), "seeds": [0, 1, 2], "max_new_tokens": 4, "eos_ids": [2], "top_logprobs": 3}
+    steps = list(nd.generate(model, PROMPTS, tokenizer=tokenizer, **options))
+    assert [step.marks for step in steps] == [(True, False, False), (False,) * 3, (False, True, False), (False,) * 3]
+    assert [step.texts[0] for step in steps] == [""] * 4
+    assert all(step.rows == (0, 1, 2) for step in steps)
+    ids, values = steps[3].alternatives
+    assert ids.shape == values.shape == (3, 3)
+    assert ids[:2].eq(NO_TOKEN).all()
+    assert values[:2].isnan().all()
+    assert values[2].isfinite().all()
+    assert steps[0].logprobs.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"top_logprobs": 98}, "top_logprobs must be from 0 to the 97 ids there are, not 98"),
+        ({"stop": ["x"]}, "stop texts need a tokenizer to read the new ids"),
+        ({"exact": True, "use_cache": False}, "exact fixes the shapes"),
+    ],
+)
+def test_what_a_stepper_cannot_do_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        nd.generate(tiny_model(), PROMPTS, **options)
