@@ -5,25 +5,33 @@ The text goes to stdout as it comes, and nothing else does; notices and figures 
 
 from __future__ import annotations
 
+import json
+import signal
 import sys
 import time
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TextIO
-
-import torch
+from typing import Any, TextIO
 
 import nanodecoder as nd
-from nanodecoder import cli
+from nanodecoder import cli, compare
 from nanodecoder.attention import PATHS
 from nanodecoder.checkpoint import DTYPES
 from nanodecoder.cli import UsageError, option
+from nanodecoder.completion import SIDES, cut_prompt
+from nanodecoder.config import Sampling
+from nanodecoder.conversation import Conversation
 from nanodecoder.generate import Step, default_sampler, draw_seeds, end_ids, prompt_to_ids
-from nanodecoder.tokenizer import Stream
+from nanodecoder.hub import download, is_hub_name
+from nanodecoder.storage import find_folder
 
 BUNDLED = Path(__file__).parent / "weights" / "shakespeare"
+NEW_TOKENS, NEW_TOKENS_OF_AN_ANSWER = 100, 1000
+PICTURE = Path("compare_cache.png")
+PATTERN = 32  # so many last tokens that repeat themselves are worth a word
 
 
 @dataclass
@@ -32,132 +40,247 @@ class Options:
 
     ckpt: str | None = option(
         None,
-        "checkpoint folder, or a .safetensors file beside its config.json",
-        names=("checkpoint_dir", "checkpoint_path", "model"),
+        "checkpoint folder, a .safetensors file beside its config.json, or a hub name org/name",
+        names=("checkpoint_dir", "checkpoint_path", "model", "out_dir"),
     )
     prompt: list[str] | None = option(None, "text to continue; may be repeated; - reads it from stdin", names=("p", "start"))
-    max_new_tokens: int = option(100, "how many tokens to generate at most", names=("n",))
+    prompt_file: str | None = option(None, "a file with a prompt a line")
+    max_new_tokens: int | None = option(
+        None, f"how many tokens to generate at most (default: {NEW_TOKENS}, in a chat {NEW_TOKENS_OF_AN_ANSWER})", names=("n",)
+    )
+    max_prompt_tokens: int | None = option(None, "cut longer prompts to so many tokens, BOS included")
+    truncation_side: str | None = option(None, "which end is cut; unset: what the checkpoint says, else right", choices=SIDES)
     temperature: float | None = option(
         None, "0 takes the likeliest token, above 0 draws; unset: what the checkpoint says, else 0"
     )
     top_k: int | None = option(None, "draw from the k likeliest tokens; 0 is off")
     top_p: float | None = option(None, "draw from the fewest tokens that reach this probability; 1 is off")
     min_p: float | None = option(None, "draw from tokens at least this fraction as likely as the likeliest; 0 is off")
-    repetition_penalty: float | None = option(None, "above 1 makes tokens that were there already less likely")
+    repetition_penalty: float | None = option(None, "above 1 makes tokens that were there already less likely; 1 is off")
+    presence_penalty: float | None = option(None, "taken off the logits of tokens that were generated already; 0 is off")
+    frequency_penalty: float | None = option(None, "the same, once for each time; 0 is off")
     num_samples: int = option(1, "texts per prompt, with seeds seed, seed + 1, …")
     seed: int | None = option(None, "makes the same text again; unset, one is drawn and printed")
+    stop: list[str] | None = option(None, "end before this text; may be repeated")
     ignore_eos: bool = option(False, "go on past the checkpoint's end token")
+    chat: bool = option(False, "talk: each --prompt, or each line of stdin, is a turn", names=("interactive",))
+    system: str | None = option(None, "the chat's system message")
     echo: bool = option(False, "print the prompt before its text")
+    json: bool = option(False, "print one JSON object per text, with its ids, reason and timings")
     cache: bool = option(True, "keep keys and values of earlier tokens; --no_cache computes all anew at each step")
+    compare_cache: bool = option(False, "generate with the cache and without, and count and time both")
+    repeats: int = option(3, "timed runs of each way in --compare_cache")
+    exact: bool = option(False, "the same bits alone or among others, in passes of fixed shapes; slower")
     attention: str = option("fused", "the kernel, or the formula written out", choices=PATHS)
     device: str = option("auto", "auto, cpu, cuda, cuda:1 or mps")
     dtype: str | None = option(None, "unset: float32, on CUDA the checkpoint's own", choices=("auto", *DTYPES))
+    offline: bool = option(False, "take a hub name from what was downloaded before, and ask no network")
     quiet: bool = option(False, "print no notices and figures")
+
+
+@dataclass
+class Setup:
+    """What every way of running shares."""
+
+    options: Options
+    model: nd.Decoder
+    tokenizer: nd.Tokenizer
+    sampler: nd.Sampler
+    seed: int
+    notice: Callable[[str], None]
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        return () if self.options.ignore_eos else end_ids(self.model, self.tokenizer)
+
+    def max_new_tokens(self, default: int) -> int:
+        return default if self.options.max_new_tokens is None else self.options.max_new_tokens
 
 
 def main(argv: Sequence[str]) -> None:
     options = cli.parse(Options, argv, "sample.py", "Generate text from a checkpoint in Hugging Face's layout.")
+    if sys.stdout is None:
+        raise UsageError("stdout is closed, and the text would go there")
 
     def notice(sentence: str) -> None:
         if not options.quiet:
             print(sentence, file=sys.stderr)
 
-    ckpt = BUNDLED if options.ckpt is None else options.ckpt
-    if options.ckpt is None and not BUNDLED.is_dir():
-        raise UsageError("no model is bundled yet: give a checkpoint folder, --ckpt DIR")
+    refuse_idle(options)
+    with warnings.catch_warnings(record=True) as caught, usage():
+        warnings.simplefilter("always")
+        setup = load(options, notice)
+        texts = read_prompts(options)
+        prompts = [] if options.chat else [to_ids(setup, text) for text in texts]
+    for warning in caught:
+        notice(str(warning.message))
+    out = Output(sys.stdout)
+    if options.chat:
+        chat(setup, texts, out)
+    elif options.compare_cache:
+        compare_ways(setup, prompts, out)
+    else:
+        continue_prompts(setup, texts, prompts, out)
+    if out.lost:
+        notice(f"{out.lost} characters are none of {out.encoding} and were printed as ?; PYTHONUTF8=1 prints them")
+
+
+def refuse_idle(options: Options) -> None:
+    """Refuse options that would be ignored beside others, by name."""
+    modes = {
+        "chat": ("num_samples", "echo", "json", "compare_cache", "prompt_file", "max_prompt_tokens", "truncation_side"),
+        "compare_cache": ("num_samples", "echo", "json", "cache", "stop", "exact", "ignore_eos"),
+    }
+    defaults = Options()
+    for mode, others in modes.items():
+        idle = [f"--{name}" for name in others if getattr(options, name) != getattr(defaults, name)]
+        if getattr(options, mode) and idle:
+            raise UsageError(f"{', '.join(idle)} cannot go with --{mode}")
+    for name, mode in (("system", "chat"), ("repeats", "compare_cache")):
+        if getattr(options, name) != getattr(defaults, name) and not getattr(options, mode):
+            raise UsageError(f"--{name} is for --{mode}: add it")
     if options.num_samples < 1:
         raise UsageError(f"--num_samples must be 1 or above, not {options.num_samples}")
-    device = cli.choose_device(options.device)
-    texts = read_prompts(options.prompt or [""])
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        dtype, fallback = cli.choose_dtype(options.dtype, device, ckpt)
-        model = nd.load_model(ckpt, device, dtype)
-        model.attention = options.attention
-        tokenizer = nd.Tokenizer.load(ckpt)
-        prompts = [ids for text in texts for ids in [to_ids(tokenizer, text)] * options.num_samples]
-    for sentence in [fallback, *(str(warning.message) for warning in caught)]:
-        if sentence:
-            notice(sentence)
 
-    settings = {
-        name: value
-        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        if (value := getattr(options, name)) is not None
-    }
-    seeds = draw_seeds(1) if options.seed is None else [options.seed]
-    seeds = [seeds[0] + i for i in range(options.num_samples)] * len(texts)
+@contextmanager
+def usage() -> Iterator[None]:
+    """What the library refuses is wrong usage here."""
     try:
-        sampler = default_sampler(model, **settings)
-        stepper = nd.Stepper(model, sampler=sampler, use_cache=options.cache)
-        for ids, seed in zip(prompts, seeds, strict=True):
-            stepper.add(
-                ids,
-                max_new_tokens=options.max_new_tokens,
-                seed=seed,
-                eos_ids=() if options.ignore_eos else end_ids(model, tokenizer),
-            )
+        yield
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def load(options: Options, notice: Callable[[str], None]) -> Setup:
+    if options.ckpt is None and not BUNDLED.is_dir():
+        raise UsageError("no model is bundled yet: give a checkpoint folder, --ckpt DIR")
+    device = cli.choose_device(options.device)
+    ckpt = BUNDLED if options.ckpt is None else options.ckpt
+    if options.offline and is_hub_name(ckpt):
+        ckpt = download(ckpt, offline=True)
+    folder, file = find_folder(ckpt)
+    dtype, fallback = cli.choose_dtype(options.dtype, device, folder)
+    if fallback:
+        notice(fallback)
+    model = nd.load_model(file or folder, device, dtype)
+    model.attention = options.attention
+    names = [field.name for field in fields(Sampling) if hasattr(options, field.name)]
+    settings = {name: value for name in names if (value := getattr(options, name)) is not None}
+    sampler = default_sampler(model, **settings)
     filters = {"top_k": 0, "top_p": 1, "min_p": 0}  # at these they are off
     idle = [f"--{name}" for name, off in filters.items() if settings.get(name, off) != off]
     if idle and sampler.temperature == 0:
         notice(f"{', '.join(idle)} changes nothing at temperature 0 (greedy): add --temperature 0.8")
-
-    echoes = [text if options.echo else "" for text in texts for _ in range(options.num_samples)]
-    if sys.stdout is None:
-        raise UsageError("stdout is closed, and the text would go there")
-    printer = Printer([tokenizer.stream(after=ids) for ids in prompts], echoes, sys.stdout)
-    run = Run(device, prompts, options.max_new_tokens)
-    while len(stepper):
-        try:
-            step = stepper.step()
-        except ValueError as error:  # logits that are not numbers
-            raise nd.CheckpointError(str(error)) from None
-        run.count(step, stepper)
-        printer.show(step)
-    printer.close()
-    drawn = "" if sampler.temperature == 0 else f", seed {seeds[0]}"
-    notice(run.summary(model.config.max_seq_len) + drawn)
+    seed = draw_seeds(1)[0] if options.seed is None else options.seed
+    return Setup(options, model, nd.Tokenizer.load(folder), sampler, seed, notice)
 
 
-def read_prompts(given: Sequence[str]) -> list[str]:
+def read_prompts(options: Options) -> list[str]:
     """The prompts as text, with - read from stdin. Raises UsageError for what is not UTF-8, or for stdin asked for twice."""
+    given = list(options.prompt or [])
     if given.count("-") > 1:
         raise UsageError("--prompt - is given twice, and stdin can be read once")
     if "-" in given and sys.stdin is None:
         raise UsageError("--prompt - reads stdin, which is closed")
     try:
         texts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in given]
+        if options.prompt_file is not None:
+            lines = Path(options.prompt_file).read_text(encoding="utf-8-sig").splitlines()
+            texts += [line for line in lines if line.strip()]
+            if not texts:
+                raise UsageError(f"{options.prompt_file} has no line to take as a prompt")
         for text in texts:
             text.encode()  # an argument that is not UTF-8 arrives with halves of characters in it
     except UnicodeError as error:
         raise UsageError(f"the prompt is not UTF-8 ({error.reason}, at {error.start})") from None
-    return texts
+    except OSError as error:
+        raise UsageError(f"--prompt_file {options.prompt_file} cannot be read ({error.strerror})") from None
+    return texts or ([] if options.chat else [""])
 
 
-def to_ids(tokenizer: nd.Tokenizer, text: str) -> list[int]:
-    """A prompt's ids, with BOS for an empty one."""
+def to_ids(setup: Setup, text: str) -> list[int]:
+    """A prompt's ids, with BOS for an empty one, cut where that was asked for."""
+    options, tokenizer = setup.options, setup.tokenizer
+    ids = prompt_to_ids(tokenizer, text)
+    return cut_prompt(ids, options.max_prompt_tokens, options.truncation_side, tokenizer, tokenizer.bos_id)
+
+
+# -------------------------------------------------------------------------------------------------------- continuing prompts
+
+
+def continue_prompts(setup: Setup, texts: Sequence[str], prompts: Sequence[list[int]], out: Output) -> None:
+    """Every prompt's samples in one batch, printed one after the other as they come."""
+    options, samples = setup.options, setup.options.num_samples
+    n = setup.max_new_tokens(NEW_TOKENS)
+    rows = [ids for ids in prompts for _ in range(samples)]
+    with usage():
+        stepper = nd.Stepper(
+            setup.model, tokenizer=setup.tokenizer, sampler=setup.sampler, use_cache=options.cache, exact=options.exact
+        )
+        for row, ids in enumerate(rows):
+            stepper.add(ids, max_new_tokens=n, seed=setup.seed + row % samples, stop=options.stop or (), eos_ids=setup.eos_ids)
+    run = Run(setup, texts, rows, n)
+    openings = [texts[row // samples] if options.echo else "" for row in range(len(rows))]
+    closings = run.as_json if options.json else lambda row, text: "\n"
+    printer = Printer(openings, closings, out, streams=not options.json)
+    while len(stepper):
+        step = step_of(stepper)
+        run.count(step, stepper)
+        printer.show(step)
+    printer.close()
+    if setup.sampler.temperature == 0:
+        for row in range(len(rows)):
+            told = told_pattern(run.new[row], setup.tokenizer)
+            if told:
+                setup.notice(told if len(rows) == 1 else f"text {row + 1}: {told}")
+    drawn = "" if setup.sampler.temperature == 0 else f", seed {setup.seed}"
+    setup.notice(run.summary() + drawn)
+
+
+def step_of(stepper: nd.Stepper) -> Step:
     try:
-        return prompt_to_ids(tokenizer, text)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+        return stepper.step()
+    except ValueError as error:  # logits that are not numbers
+        raise nd.CheckpointError(str(error)) from None
+
+
+class Output:
+    """stdout, in whatever encoding it has: what it has no letter for becomes ?, and is counted."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.encoding = getattr(stream, "encoding", None) or "utf-8"
+        self.lost = 0
+
+    def write(self, text: str) -> None:
+        shown = text.encode(self.encoding, "replace").decode(self.encoding)
+        if shown != text:
+            self.lost += sum(a != b for a, b in zip(text, shown, strict=False))
+        self.stream.write(shown)
+
+    def flush(self) -> None:
+        self.stream.flush()
 
 
 class Printer:
-    """Prints several texts one after the other although they grow together: the first unfinished one as it comes."""
+    """Prints several texts one after the other although they grow together: the first unfinished one as it comes.
 
-    def __init__(self, streams: Sequence[Stream], echoes: Sequence[str], out: TextIO) -> None:
-        self.streams, self.out = streams, out
-        self.waiting = list(echoes)  # what each row has to say and has not said
-        self.ended = [False] * len(streams)
+    `closings(row, text)` is what follows a row's text, or stands for it where nothing `streams`.
+    """
+
+    def __init__(self, openings: Sequence[str], closings: Callable[[int, str], str], out: Output, streams: bool = True) -> None:
+        self.closings, self.out, self.streams = closings, out, streams
+        self.texts = list(openings)
+        self.waiting = list(openings) if streams else [""] * len(openings)  # what each row has to say and has not said
+        self.ended = [False] * len(openings)
         self.current = 0
 
     def show(self, step: Step) -> None:
-        for row, index, reason in zip(step.rows, step.ids.tolist(), step.reasons, strict=True):
-            if reason != "eos":
-                self.waiting[row] += self.streams[row].push(index)
+        for row, text, reason in zip(step.rows, step.texts, step.reasons, strict=True):
+            self.texts[row] += text
+            if self.streams:
+                self.waiting[row] += text
             if reason is not None:
                 self._end(row)
         self._flush()
@@ -170,11 +293,11 @@ class Printer:
         self._flush()
 
     def _end(self, row: int) -> None:
-        self.waiting[row] += self.streams[row].finish() + "\n"
+        self.waiting[row] += self.closings(row, self.texts[row])
         self.ended[row] = True
 
     def _flush(self) -> None:
-        while self.current < len(self.streams):
+        while self.current < len(self.waiting):
             self.out.write(self.waiting[self.current])
             self.waiting[self.current] = ""
             if not self.ended[self.current]:
@@ -184,54 +307,196 @@ class Printer:
 
 
 class Run:
-    """Counts and clocks of one run, for the last line."""
+    """Counts and clocks of one run, for the last line and for --json."""
 
-    def __init__(self, device: torch.device, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-        self.device, self.max_new_tokens = device, max_new_tokens
-        self.prompt_tokens = sum(map(len, prompts))
-        self.lengths = list(map(len, prompts))
-        self.new_tokens = 0
-        self.forwards = 0
-        self.reasons: list[str] = []
+    def __init__(self, setup: Setup, texts: Sequence[str], prompts: Sequence[list[int]], max_new_tokens: int) -> None:
+        self.setup, self.texts, self.prompts, self.max_new_tokens = setup, texts, prompts, max_new_tokens
+        rows = range(len(prompts))
+        self.new: list[list[int]] = [[] for _ in rows]
+        self.reasons: list[str | None] = [None for _ in rows]
+        self.forwards = [0 for _ in rows]
+        self.passes = 0
         self.started = self.first = self.last = time.perf_counter()
+        self.tokens_of_first = 0
 
     def count(self, step: Step, stepper: nd.Stepper) -> None:
-        cli.synchronize(self.device)
+        cli.synchronize(self.setup.model.device)
         self.last = time.perf_counter()
-        if self.forwards == 0:
-            self.first = self.last
-            self.first_tokens = len(step.rows)
-        self.forwards = stepper.forwards
-        self.new_tokens += len(step.rows)
-        for row, reason in zip(step.rows, step.reasons, strict=True):
-            self.lengths[row] += reason is None  # the last token is not fed
-            if reason is not None:
-                self.reasons.append(reason)
+        if self.passes == 0:
+            self.first, self.tokens_of_first = self.last, len(step.rows)
+        self.passes = stepper.forwards
+        for row, index, reason, mark in zip(step.rows, step.ids.tolist(), step.reasons, step.marks, strict=True):
+            self.forwards[row] += 1
+            self.reasons[row] = reason
+            if not mark:
+                self.new[row].append(index)
 
-    def summary(self, context: int) -> str:
+    def as_json(self, row: int, text: str) -> str:
+        """One line: what became of a row, when it has ended."""
+        made = {
+            "prompt": self.texts[row // self.setup.options.num_samples],
+            "text": text,
+            "ids": self.new[row],
+            "prompt_ids": self.prompts[row],
+            "finish_reason": self.reasons[row] or "length",
+            "seed": self.setup.seed + row % self.setup.options.num_samples,
+            "forwards": self.forwards[row],
+            "first_token_seconds": round(self.first - self.started, 4),
+            "seconds": round(self.last - self.started, 4),
+        }
+        return json.dumps(made, ensure_ascii=False) + "\n"
+
+    def summary(self) -> str:
         words = {
             "eos": "the model ended its text",
+            "stop": "a --stop text appeared",
             "length": f"cut at --max_new_tokens {self.max_new_tokens}; the text may be unfinished",
-            "context": f"the context of {context} tokens is full",
+            "context": f"the context of {self.setup.model.config.max_seq_len} tokens is full",
         }
-        why = [
-            f"{self.reasons.count(reason)}x " * (len(self.lengths) > 1) + words[reason]
-            for reason in dict.fromkeys(self.reasons)
-        ]
+        ended = [reason for reason in self.reasons if reason is not None]
+        why = [f"{ended.count(reason)}x " * (len(self.prompts) > 1) + words[reason] for reason in dict.fromkeys(ended)]
+        prompt_tokens = sum(map(len, self.prompts))
+        new_tokens = sum(self.forwards)
+        # The last token is not fed
+        longest = max(len(ids) + max(0, n - 1) for ids, n in zip(self.prompts, self.forwards, strict=True))
         parts = [
-            f"{self.prompt_tokens} prompt + {self.new_tokens} new tokens",
-            f"{self.forwards} forward passes",
-            f"context {max(self.lengths)} of {context}",
+            f"{prompt_tokens} prompt + {new_tokens} new tokens",
+            f"{self.passes} forward passes",
+            f"context {longest} of {self.setup.model.config.max_seq_len}",
             f"stopped: {'; '.join(why) or 'nothing was asked for'}",
         ]
-        if self.forwards:
-            parts.append(f"prefill {self.prompt_tokens / (self.first - self.started):,.0f} tokens/s")
-        if self.forwards > 1:
-            parts.append(f"decode {(self.new_tokens - self.first_tokens) / (self.last - self.first):,.1f} tokens/s")
-        if self.forwards:
+        if self.passes:
+            parts.append(f"prefill {prompt_tokens / (self.first - self.started):,.0f} tokens/s")
+        if new_tokens > self.tokens_of_first:
+            parts.append(f"decode {(new_tokens - self.tokens_of_first) / (self.last - self.first):,.1f} tokens/s")
+        if self.passes:
             parts.append(f"first token after {self.first - self.started:.3f} s")
-        parts.append(f"peak memory {cli.peak_memory(self.device) / 2**20:,.0f} MiB")
+        parts.append(f"peak memory {cli.peak_memory(self.setup.model.device) / 2**20:,.0f} MiB")
         return ", ".join(parts)
+
+
+def told_pattern(ids: Sequence[int], tokenizer: nd.Tokenizer) -> str | None:
+    """A sentence where the last tokens repeat themselves, as greedy texts often come to do."""
+    last = ids[-PATTERN:]
+    for period in range(1, PATTERN // 2 + 1):
+        if len(last) == PATTERN and last[period:] == last[:-period]:
+            text = tokenizer.decode(last[-period:])
+            return (
+                f"the last {PATTERN} tokens repeat {text!r}: greedy text can run in circles; try --temperature 0.8 or "
+                "--repetition_penalty 1.1"
+            )
+    return None
+
+
+# --------------------------------------------------------------------------------------------------------------- talking
+
+
+def chat(setup: Setup, turns: Sequence[str], out: Output) -> None:
+    """The turns that were given, or those that are typed until stdin ends or Ctrl-C at the prompt."""
+    options = setup.options
+    with usage():
+        talk = Conversation(
+            setup.model,
+            setup.tokenizer,
+            system=options.system,
+            sampler=setup.sampler,
+            max_new_tokens=setup.max_new_tokens(NEW_TOKENS_OF_AN_ANSWER),
+            seed=setup.seed,
+            stop=options.stop or (),
+            eos_ids=setup.eos_ids,
+            exact=options.exact,
+            use_cache=options.cache,
+        )
+        talk.tokenizer.chat_text([*talk.messages, {"role": "user", "content": "?"}])  # does the template take this at all?
+    typed = not turns
+    if typed:
+        setup.notice("Say something. Ctrl-C ends an answer, /new begins anew, Ctrl-D leaves.")
+    for text in _typed() if typed else turns:
+        if text.strip() == "/new":
+            talk.restart()
+            continue
+        try:
+            answer = talk.ask(text)
+        except ValueError as error:
+            if not typed:
+                raise UsageError(str(error)) from None
+            print(f"{error} (/new begins anew)", file=sys.stderr)
+            continue
+        with _until_interrupted() as interrupted, closing(answer):
+            try:
+                for piece in answer:
+                    out.write(piece)
+                    out.flush()
+                    if interrupted():
+                        break
+            except ValueError as error:
+                raise nd.CheckpointError(str(error)) from None
+        out.write("\n")
+        out.flush()
+        if talk.reason in ("length", "context"):
+            limit = "--max_new_tokens" if talk.reason == "length" else "the end of the context (/new begins anew)"
+            setup.notice(f"(the answer was cut at {limit})")
+    drawn = "" if setup.sampler.temperature == 0 else f", seed {setup.seed}"
+    setup.notice(f"{talk.stepper.forwards} forward passes, {talk.stepper.positions} positions computed{drawn}")
+
+
+def _typed() -> Iterator[str]:
+    """Lines as they are typed, until stdin ends or Ctrl-C."""
+    if sys.stdin is None:
+        return
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if terminal:
+        import readline  # noqa: F401 - lines can be edited
+    while True:
+        try:
+            line = input("> ") if terminal else sys.stdin.readline()
+        except (EOFError, KeyboardInterrupt):
+            print(file=sys.stderr)
+            return
+        except UnicodeError as error:
+            raise UsageError(f"what was typed is not {sys.stdin.encoding} ({error.reason})") from None
+        if not terminal and not line:
+            return
+        if line.strip():
+            yield line.removesuffix("\n")
+
+
+@contextmanager
+def _until_interrupted() -> Iterator[Callable[[], bool]]:
+    """While it lasts, the first Ctrl-C is only noted, so that no step is torn; a second one leaves."""
+    seen: list[int] = []
+
+    def note(signum: int, frame: Any) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(signum)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# ------------------------------------------------------------------------------------------------------- the cache, compared
+
+
+def compare_ways(setup: Setup, prompts: Sequence[list[int]], out: Output) -> None:
+    """The text on stdout, the figures on stderr, and a picture where matplotlib is installed."""
+    if len(prompts) != 1:
+        raise UsageError(f"--compare_cache takes one prompt, not {len(prompts)}")
+    (ids,) = prompts
+    n = setup.max_new_tokens(NEW_TOKENS)
+    with usage():
+        cached, anew = compare.compare_cache(setup.model, ids, n, setup.options.repeats, sampler=setup.sampler, seed=setup.seed)
+    stream = setup.tokenizer.stream(after=ids)
+    out.write("".join([*map(stream.push, cached.ids), stream.finish()]) + "\n")
+    out.flush()
+    print(compare.table(cached, anew, len(ids)), file=sys.stderr)
+    if compare.draw(cached, anew, len(ids), PICTURE):
+        setup.notice(f"drawn in {PICTURE}")
+    else:
+        setup.notice('for a picture of it: pip install -e ".[plot]"')
 
 
 if __name__ == "__main__":

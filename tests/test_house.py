@@ -13,8 +13,22 @@ import nanodecoder
 
 ORDER = [
     *("config", "rope", "layers", "cache", "attention", "model"),
-    *("parts", "families", "storage", "checkpoint", "tokenizer", "sampler", "generate"),
-    *("cli", "verify", "__main__"),
+    *(
+        "parts",
+        "families",
+        "hub",
+        "storage",
+        "checkpoint",
+        "template",
+        "chat",
+        "tokenizer",
+        "sampler",
+        "batch",
+        "generate",
+        "completion",
+        "score",
+    ),
+    *("cli", "compare", "conversation", "pipeline", "against", "verify", "__main__"),
 ]
 OPTIONAL = {"transformers", "gguf", "accelerate", "matplotlib", "pytest", "hypothesis", "torchao"}
 

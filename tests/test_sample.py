@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
+import json
+import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -118,6 +122,162 @@ def test_bfloat16_runs(capsys, ckpt):
     assert run(capsys, ckpt, "-n", "5", "--dtype", "bfloat16")[0].endswith("\n")
 
 
+# ---- more flags
+
+
+def test_a_stop_text_ends_before_itself(capsys, ckpt):
+    free, _ = run(capsys, ckpt, "-p", "the", "-n", "30")
+    stop = free[8:10]
+    out, err = run(capsys, ckpt, "-p", "the", "-n", "30", "--stop", stop, "--stop", "never there")
+    assert out == free[: free.index(stop)] + "\n"
+    assert "stopped: a --stop text appeared" in err
+
+
+def test_a_file_has_a_prompt_a_line(capsys, ckpt, tmp_path):
+    (tmp_path / "prompts.txt").write_text("\ufeffthe fox\n\na 나는\n", encoding="utf-8")
+    both, _ = run(capsys, ckpt, "--prompt_file", str(tmp_path / "prompts.txt"), "-n", "5")
+    assert both == run(capsys, ckpt, "-p", "the fox", "-p", "a 나는", "-n", "5")[0]
+
+
+def test_json_is_one_object_a_text_with_ids_reason_and_timings(capsys, ckpt):
+    argv = ["-p", "the", "-p", "나는", "--num_samples", "2", "--temperature", "1", "--seed", "5", "-n", "6"]
+    out, err = run(capsys, ckpt, *argv, "--json")
+    lines = [json.loads(line) for line in out.splitlines()]
+    model, tokenizer = nd.load_model(ckpt), nd.Tokenizer.load(ckpt)
+    done = nd.complete(model, tokenizer, ["the", "나는"], 6, num_samples=2, seeds=[5, 5], temperature=1.0)
+    assert [line["prompt"] for line in lines] == ["the", "the", "나는", "나는"]
+    for line, wanted in zip(lines, done, strict=True):
+        for name in ("text", "ids", "prompt_ids", "finish_reason", "seed", "forwards"):
+            assert line[name] == getattr(wanted, name)
+        assert 0 < line["first_token_seconds"] <= line["seconds"]
+    assert "나는" in out  # readable, not escaped
+    assert "4x cut at --max_new_tokens 6" in err
+    plain, _ = run(capsys, ckpt, *argv)
+    assert plain == "".join(line["text"] + "\n" for line in lines)
+
+
+def test_a_long_prompt_is_cut_where_asked_and_that_is_told(capsys, ckpt):
+    text = "the fox " * 40
+    out, err = run(capsys, ckpt, "-p", text, "-n", "3", "--max_prompt_tokens", "20")
+    assert "tokens and max_prompt_tokens is 20" in err
+    assert "at its end were cut" in err
+    _, err = run(capsys, ckpt, "-p", text, "-n", "3", "--max_prompt_tokens", "20", "--truncation_side", "left")
+    assert "at its beginning were cut" in err
+    assert out.count("\n") == 1
+
+
+def test_greedy_text_that_runs_in_circles_is_told(capsys, ckpt, tmp_path):
+    model, tokenizer = nd.load_model(ckpt), nd.Tokenizer.load(ckpt)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()  # every logit alike: the first id for ever
+    nd.save_model(tmp_path, model, tokenizer)
+    assert "the last 32 tokens repeat" in run(capsys, tmp_path, "-p", "the", "-n", "40", "--ignore_eos")[1]
+    assert "repeat" not in run(capsys, tmp_path, "-p", "the", "-n", "31", "--ignore_eos")[1]
+    assert "repeat" not in run(capsys, tmp_path, "-p", "the", "-n", "40", "--ignore_eos", "--temperature", "1")[1]
+
+
+def test_exact_writes_the_same_text(capsys, ckpt):
+    assert run(capsys, ckpt, "-p", "the", "-n", "20", "--exact")[0] == run(capsys, ckpt, "-p", "the", "-n", "20")[0]
+
+
+def test_samples_share_one_prefill(capsys, ckpt):
+    _, err = run(capsys, ckpt, "-p", "the fox", "--num_samples", "5", "--temperature", "1", "-n", "4")
+    assert "4 forward passes" in err
+
+
+def test_the_cache_is_compared_with_the_text_on_stdout_and_the_figures_on_stderr(capsys, ckpt, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    out, err = run(capsys, ckpt, "-p", "the fox", "-n", "12", "--compare_cache", "--repeats", "2")
+    assert out == run(capsys, ckpt, "-p", "the fox", "-n", "12", "--ignore_eos")[0]
+    assert "12 new ones, 2 runs each" in err
+    assert "the same tokens both ways" in err
+    drawn = importlib.util.find_spec("matplotlib") is not None
+    assert ("drawn in compare_cache.png" in err) == drawn == (tmp_path / "compare_cache.png").is_file()
+
+
+# ---- talking
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory, ckpt):
+    """The same model, with a chat template that refuses to be shouted at."""
+    folder = tmp_path_factory.mktemp("chatty") / "model"
+    nd.save_model(folder, tiny_model(vocab_size=300, max_seq_len=200), nd.Tokenizer.load(ckpt))
+    (folder / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}{% if m.content == 'HEY' %}{{ raise_exception('no shouting') }}{% endif %}"
+        "[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    return folder
+
+
+def answers(folder, *turns: str, system: str | None = None, n: int = 7) -> list[str]:
+    """What the model answers, each turn asked alone with all that was said before."""
+    model, tokenizer = nd.load_model(folder), nd.Tokenizer.load(folder)
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    said = []
+    for turn in turns:
+        messages.append({"role": "user", "content": turn})
+        said.append(nd.complete(model, tokenizer, [tokenizer.chat(messages)], n)[0].text)
+        messages.append({"role": "assistant", "content": said[-1]})
+    return said
+
+
+def test_a_chat_answers_each_turn_in_the_light_of_those_before(capsys, chatty, monkeypatch):
+    wanted = "".join(text + "\n" for text in answers(chatty, "a", "fox", system="the"))
+    argv = ["--chat", "--system", "the", "-n", "7"]
+    assert run(capsys, chatty, *argv, "-p", "a", "-p", "fox")[0] == wanted
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\n\nfox\n"))
+    out, err = run(capsys, chatty, *argv)
+    assert out == wanted
+    assert "Ctrl-C ends an answer" in err
+    assert "(the answer was cut at --max_new_tokens)" in err
+
+
+def test_a_chat_goes_on_after_a_turn_that_was_refused_and_begins_anew_on_request(capsys, chatty, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\nHEY\n" + "the fox " * 40 + "\nfox\n/new\na\n"))
+    out, err = run(capsys, chatty, "--chat", "-n", "7")
+    first, second = answers(chatty, "a", "fox")
+    assert out == f"{first}\n{second}\n{first}\n"
+    assert "no shouting" in err
+    assert "and the context holds 200" in err
+
+
+def test_a_refused_turn_on_the_command_line_is_wrong_usage(capsys, chatty):
+    with pytest.raises(UsageError, match="no shouting"):
+        run(capsys, chatty, "--chat", "-p", "HEY")
+
+
+def test_no_template_is_one_sentence(capsys, ckpt):
+    with pytest.raises(
+        (UsageError, nd.CheckpointError), match="this checkpoint has no chat template; give the text as a plain"
+    ):
+        run(capsys, ckpt, "--chat", "-p", "hi")
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_answer_and_not_the_chat(chatty):
+    """As in a terminal: the first answer is interrupted, the second is whole, then stdin ends."""
+    command = [sys.executable, "-c", SLOW, "--ckpt", str(chatty), "--chat", "-n", "25"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=0
+    ) as running:
+        running.stdin.write("a\n")
+        running.stdin.flush()
+        first = running.stdout.read(3)
+        running.send_signal(signal.SIGINT)
+        first += running.stdout.readline()
+        running.stdin.write("fox\n")
+        running.stdin.close()
+        second = running.stdout.read()
+        told = running.stderr.read()
+    assert running.returncode == 0, told
+    assert "Traceback" not in told
+    whole = answers(chatty, "a", n=25)[0]
+    assert whole.startswith(first.removesuffix("\n"))
+    assert len(first) <= len(whole)
+    assert second.count("\n") >= 1
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -127,6 +287,18 @@ def test_bfloat16_runs(capsys, ckpt):
         (["-p", "the fox " * 40], "the prompt has .* tokens, 100 new ones are asked for, and the context holds 64"),
         (["-p", "-", "-p", "-"], "--prompt - is given twice"),
         (["-p", "half \udcec"], r"the prompt is not UTF-8 \(surrogates not allowed, at 5\)"),
+        (["--chat", "--json"], "--json cannot go with --chat"),
+        (["--chat", "--echo", "--num_samples", "2"], "--num_samples, --echo cannot go with --chat"),
+        (["--compare_cache", "--no_cache"], "--cache cannot go with --compare_cache"),
+        (["--compare_cache", "-p", "a", "-p", "b"], "--compare_cache takes one prompt, not 2"),
+        (["--compare_cache", "--repeats", "0"], "at least 1 repeat"),
+        (["--system", "x"], "--system is for --chat: add it"),
+        (["--exact", "--no_cache"], "exact fixes the shapes of passes that fill a cache"),
+        (["--stop", ""], "stop must be a list of texts, none of them empty"),
+        (["--prompt_file", "no/such.txt"], r"--prompt_file no/such.txt cannot be read \(No such file or directory\)"),
+        (["--max_prompt_tokens", "1", "-p", "the"], "max_prompt_tokens must be at least 2"),
+        (["--truncation_side", "middle"], "invalid choice: 'middle'"),
+        (["--presence_penalty", "nan"], "presence_penalty must be from -1e6 to 1e6"),
         (["--temprature", "1"], "unknown option '--temprature'; did you mean --temperature?"),
     ],
 )
@@ -160,7 +332,7 @@ def process(*argv: str, **options) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_a_failure_has_its_exit_status_and_no_traceback(argv, status, words):
-    done = process(*argv, env={"CUDA_VISIBLE_DEVICES": "", "PATH": ""})
+    done = process(*argv, env={"CUDA_VISIBLE_DEVICES": "", "PATH": "", "HF_HUB_OFFLINE": "1"})
     assert (done.returncode, done.stdout) == (status, "")
     assert done.stderr.startswith(words)
     assert done.stderr.count("\n") == 1
@@ -173,6 +345,30 @@ def test_an_output_that_goes_away_or_is_full_is_no_traceback(ckpt, redirect):
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert "Traceback" not in done.stderr
     assert done.stderr.count("\n") <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["cp949", "cp1252", "ascii"])
+def test_text_that_the_terminal_cannot_show_is_a_question_mark_and_told(ckpt, encoding):
+    env = os.environ | {"PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
+    command = [sys.executable, "sample.py", "--ckpt", str(ckpt), "-p", "나는 🙂", "-n", "0", "--echo"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, env=env)
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.decode(encoding)
+    lost = 1 if encoding == "cp949" else 3
+    assert shown == ("나는 ?\n" if encoding == "cp949" else "?? ?\n")
+    assert f"{lost} characters are none of {encoding} and were printed as ?; PYTHONUTF8=1 prints them" in done.stderr.decode()
+
+
+@pytest.mark.slow
+def test_a_c_locale_prints_utf_8(ckpt):
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG", "PYTHON"))} | {
+        "LC_ALL": "C"
+    }
+    command = [sys.executable, "sample.py", "--ckpt", str(ckpt), "-p", "나는 🙂", "-n", "0", "--echo", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["prompt"] == "나는 🙂"
 
 
 @pytest.mark.slow

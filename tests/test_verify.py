@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import subprocess
 import sys
 
@@ -12,7 +14,7 @@ from conftest import FIXTURES, ROOT
 import nanodecoder as nd
 from nanodecoder import verify
 from nanodecoder.cli import UsageError
-from nanodecoder.verify import Difference, differences_between, trace_ours
+from nanodecoder.verify import CHUNKS, EXACT, STREAMED, compare_logits, findings
 
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/expected.safetensors"))
 
@@ -24,7 +26,7 @@ def transformers():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_family_passes_at_every_place(name, transformers, capsys):
-    verify.main(["--ckpt", str(FIXTURES / name), "--against", "transformers", "--max_tokens", "24"])
+    verify.main(["--ckpt", str(FIXTURES / name), "--against", "transformers", "--max_tokens", "24", "--device", "cpu"])
     out = capsys.readouterr().out
     assert out.startswith("as transformers computes it: ")
     assert "over 24 tokens, logits within " in out
@@ -48,70 +50,114 @@ def test_a_mistake_is_named_by_the_first_place_that_leaves(transformers, capsys,
     assert lines[1].endswith("<- first to leave")
 
 
-@pytest.mark.parametrize(
-    ("change", "place"),
-    [
-        (lambda model: model.embed.weight.mul_(1.1), "embedding"),
-        (lambda model: model.blocks[1].attn.k_proj.weight.mul_(1.1), "layer 1: key after RoPE"),
-        (lambda model: model.blocks[0].ffn.down_proj.weight.mul_(1.1), "layer 0: output"),
-        (lambda model: model.blocks[1].attn.o_proj.weight.mul_(1.1), "layer 1: output"),
-        (lambda model: model.norm.weight.mul_(1.1), "final norm"),
-        (lambda model: model.lm_head.weight.mul_(1.1), "logits"),
-    ],
-)
-def test_each_place_is_where_it_says(change, place):
-    """Two of ours, one of them changed: no transformers needed."""
-    ids = torch.tensor([[5, 9, 11, 3]])
-    ours, changed = (nd.load_model(FIXTURES / "llama-llama3") for _ in range(2))
-    with torch.no_grad():
-        change(changed)
-    differences = differences_between(trace_ours(changed, ids), trace_ours(ours, ids))
-    assert next(d for d in differences if d.leaves(2e-5)).place == place
+NAMED = ["in one ragged batch", "exact", EXACT, "without the cache", f"in chunks of {', '.join(map(str, CHUNKS))}"]
 
 
-def test_tracing_leaves_nothing_behind_and_changes_no_bit():
-    model, ids = nd.load_model(FIXTURES / "qwen3"), torch.tensor([[5, 9, 11, 3]])
-    with torch.no_grad():
-        before = model(ids)
-        assert torch.equal(trace_ours(model, ids)["logits"], before)
-        assert torch.equal(model(ids), before)
-    for module in model.modules():
-        assert not module._forward_hooks
-        assert not module._forward_pre_hooks
-        assert "attend" not in vars(module)
+def found(model, prompts=None, tokenizer=None, new=6) -> dict[str, verify.Finding]:
+    prompts = prompts or [[5, 9, 11, 3, 7], [4], list(range(3, 40))]
+    texts, reference = verify._alone(model, prompts, new)
+    return {finding.way: finding for finding in findings(model, tokenizer, prompts, texts, reference)}
 
 
-def test_nan_leaves():
-    assert Difference("logits", float("nan"), float("nan")).leaves(2e-5)
-    assert not Difference("logits", 9e-5, 1e-5).leaves(2e-5)
-    assert Difference("logits", 9e-5, 3e-5).leaves(2e-5)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_family_gives_the_same_however_it_is_asked(name):
+    model = nd.load_model(FIXTURES / name)
+    for way, finding in found(model, [[5, 9, 11, 3, 7], [4], list(range(3, 17))]).items():
+        assert finding.changed == 0, (way, finding.first)
+        assert finding.size < 5e-5, way
+        assert finding.tokens in (18, 24)
 
 
-def test_a_small_mistake_is_found_where_it_is_although_the_first_token_is_large():
-    """The first position's values may be hundreds of times the others': each position is judged by its own."""
-    ids = torch.tensor([[5, 9, 11, 3]])
-    ours, changed = (nd.load_model(FIXTURES / "gemma") for _ in range(2))
-    with torch.no_grad():
-        for model in (ours, changed):
-            model.embed.weight[5] *= 300
-        changed.blocks[0].ffn.down_proj.weight.mul_(1.0005)
-    differences = differences_between(trace_ours(changed, ids), trace_ours(ours, ids))
-    assert next(d for d in differences if d.leaves(2e-5)).place == "layer 0: output"
+def test_a_whole_run_prints_a_line_for_every_way_and_ends_well(capsys, stories):
+    verify.main(["--ckpt", str(stories), "--device", "cpu", "-n", "5", "--max_tokens", "20"])
+    out = capsys.readouterr().out
+    assert "float32 on cpu: prompts of 2, 6, 20 tokens and 5 new ones each" in out
+    for way in [*NAMED, "explicit attention", STREAMED]:
+        assert f"\n{way} " in out
+    assert out.strip().rsplit("\n", 1)[-1].startswith("all as it should be, in ")
+    assert out.count("0 of 15 ") == 6
 
 
-def test_places_that_the_reference_does_not_show_are_left_out_but_not_the_logits():
-    ids = torch.tensor([[5, 9, 11, 3]])
-    trace = trace_ours(nd.load_model(FIXTURES / "gemma"), ids)
-    fewer = {place: value for place, value in trace.items() if "layer" not in place}
-    assert [difference.place for difference in differences_between(trace, fewer)] == list(fewer)
-    with pytest.raises(nd.CheckpointError, match="the reference's logits were not noted"):
-        differences_between(trace, {"embedding": trace["embedding"]})
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_smaller_types_state_their_distance_and_do_not_fail(capsys, stories, dtype):
+    verify.main(["--ckpt", str(stories), "--device", "cpu", "-n", "4", "--max_tokens", "20", "--dtype", dtype])
+    out = capsys.readouterr().out
+    assert f"{dtype} on cpu" in out
+    assert "\nitself in float32 " in out
+    if importlib.util.find_spec("transformers"):
+        assert f"\ntransformers in {dtype} and float32 " in out
+
+
+def test_a_cache_that_forgets_is_found_with_the_first_token_that_changed(monkeypatch, capsys, stories):
+    """Planted: with more than one row, the cache drops what the first slot held."""
+    from nanodecoder.cache import LayerCache
+
+    real = LayerCache.extend
+
+    def forgets(self, k, v):
+        keys, values = real(self, k, v)
+        return (keys.clone().index_fill_(2, torch.tensor([0]), 0), values) if len(keys) > 1 else (keys, values)
+
+    monkeypatch.setattr(LayerCache, "extend", forgets)
+    with pytest.raises(nd.CheckpointError, match=r"in one ragged batch: \d+ of 18 tokens changed, first in text \d at"):
+        verify.main(["--ckpt", str(stories), "--device", "cpu", "-n", "6", "--max_tokens", "20"])
+
+
+def test_exact_bits_that_differ_fail_in_any_type(monkeypatch, capsys, stories):
+    """Planted: exact passes look at all slots that the longest row needs."""
+    from nanodecoder import batch
+
+    monkeypatch.setattr(batch.Blocks, "_decode", lambda self, cache, seats: real(self, cache, seats) + noise(seats))
+    with pytest.raises(nd.CheckpointError, match=r"exact: bits alone and in a batch: [1-9] of \d+ tokens changed"):
+        verify.main(["--ckpt", str(stories), "--device", "cpu", "-n", "4", "--max_tokens", "20", "--dtype", "bfloat16"])
+
+
+real = nd.batch.Blocks._decode
+
+
+def noise(seats) -> float:
+    return 0.25 * sum(seat is not None for seat in seats)
+
+
+def test_a_text_that_is_streamed_otherwise_fails(monkeypatch, capsys, stories):
+    from nanodecoder.tokenizer import Stream
+
+    monkeypatch.setattr(Stream, "finish", lambda self: "!")
+    monkeypatch.setattr(
+        verify,
+        "complete",
+        lambda *args, **options: [
+            dataclasses.replace(done, text=done.text.removesuffix("!")) for done in nd.complete(*args, **options)
+        ],
+    )
+    with pytest.raises(nd.CheckpointError, match="streamed and whole: 3 of 18 tokens changed, first in text 1"):
+        verify.main(["--ckpt", str(stories), "--device", "cpu", "-n", "6", "--max_tokens", "20"])
+
+
+def test_a_tie_is_counted_and_is_no_change():
+    reference = torch.tensor([[1.0, 0.9995, 0.0], [2.0, 1.0, 0.0]])
+    other = torch.tensor([[1.0, 1.0001, 0.0], [2.0, 1.0, 0.0]])
+    finding = compare_logits("other", [reference], [other], [[0, 0]])
+    assert (finding.changed, finding.ties, finding.tokens, finding.first) == (0, 1, 2, "")
+    assert finding.size == pytest.approx(6e-4, rel=1e-3)
+    changed = compare_logits("other", [reference], [other + torch.tensor([0.0, 0.0, 3.0])], [[0, 0]])
+    assert (changed.changed, changed.ties) == (1, 1)  # the first is a tie whatever is chosen instead
+    assert changed.first == "in text 1 at new token 2: 2 for 0"
+    assert compare_logits("nan", [reference], [other * float("nan")], [[0, 0]]).size == float("inf")
+
+
+def test_without_transformers_the_rest_is_compared_and_that_is_said(monkeypatch, capsys, stories):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    verify.main(["--ckpt", str(stories), "--device", "cpu", "-n", "3", "--max_tokens", "8"])
+    told = capsys.readouterr()
+    assert "transformers is not installed, and was not compared" in told.err
+    assert "all as it should be" in told.out
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], "give a checkpoint and what to compare with"),
+        ([], "give a checkpoint, --ckpt DIR"),
         (["--ckpt", "x", "--against", "vllm"], "invalid choice: 'vllm'"),
         (["--ckpt", "x", "--against", "transformers", "--max_tokens", "0"], "--max_tokens must be 1 or above, not 0"),
         (["--ckpt", "x", "--against", "transformers", "--tolerance", "nan"], "--tolerance must be between 0 and 1"),
