@@ -124,7 +124,7 @@ class Stepper:
         max_new_tokens: int = 50,
         seed: int | None = None,
         sampler: Sampler | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         stop_ids: Sequence[int] = (),
         eos_ids: Sequence[int] | None = None,
     ) -> int:
@@ -151,10 +151,13 @@ class Stepper:
                 f"the prompt has {len(ids)} tokens, {max_new_tokens} new ones are asked for, and the context holds "
                 f"{config.max_seq_len}: shorten the prompt, or cut it with max_prompt_tokens={config.max_seq_len}"
             )
+        if sampler is not None and not isinstance(self.sampler, Sampler):
+            raise ValueError("a row's own sampler would be ignored: this stepper's sampler is a function that chooses for all")
+        stop = [stop] if isinstance(stop, str) else list(stop)
+        if not all(isinstance(text, str) and text for text in stop):
+            raise ValueError(f"stop must be a text or a list of texts, none of them empty, not {stop!r:.60}")
         if stop and self.tokenizer is None:
             raise ValueError("stop texts need a tokenizer to read the new ids; give one, or stop_ids")
-        if isinstance(stop, str):
-            stop = [stop]
         marks = {text: self.tokenizer.special_id(text) for text in stop}  # such as "<|im_end|>", which no text shows
         own = sampler if sampler is not None else self.sampler if isinstance(self.sampler, Sampler) else Sampler()
         limit = min(max_new_tokens, room)
@@ -215,15 +218,17 @@ class Stepper:
             row.stream.push(index) if row.stream is not None and not mark else ""
             for row, index, mark in zip(rows, ids, marks, strict=True)
         ]
-        reasons = tuple(map(_ended, rows))
+        reasons = list(map(_ended, rows))
         for place, (row, reason) in enumerate(zip(rows, reasons, strict=True)):
             if reason is not None and row.stream is not None:
                 texts[place] += row.stream.finish()
+                # What was held back to the last may hold a stop text
+                reasons[place] = "stop" if row.stream.stopped else reason
         self._rows = [row for row, reason in zip(rows, reasons, strict=True) if reason is None]
         return Step(
             rows=tuple(row.number for row in rows),
             ids=torch.tensor(ids),
-            reasons=reasons,
+            reasons=tuple(reasons),
             marks=marks,
             texts=None if self.tokenizer is None else tuple(texts),
             logprobs=logprobs,
@@ -262,7 +267,7 @@ def generate(
     filters: Sequence[Filter] = (),
     max_new_tokens: int = 50,
     seeds: Sequence[int] | None = None,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     stop_ids: Sequence[int] = (),
     eos_ids: Sequence[int] | None = None,
     ignore_eos: bool = False,
@@ -283,6 +288,8 @@ def generate(
         if sampler is not None:
             raise ValueError(f"give either sampler= or {', '.join(settings)}, not both")
         sampler = default_sampler(model, **settings)
+    if ignore_eos and eos_ids is not None:
+        raise ValueError("give either eos_ids= or ignore_eos=True: with both, one would be ignored")
     rows = [as_ids(prompt) for prompt in prompts]
     seeds = as_seeds(seeds, len(rows))
     each = list(sampler) if isinstance(sampler, Sequence) else [None] * len(rows)

@@ -22,7 +22,6 @@ from .checkpoint import load_model
 from .cli import choose_device, choose_dtype
 from .completion import Completion, complete
 from .config import Sampling
-from .generate import draw_seeds
 from .model import Decoder
 from .tokenizer import Tokenizer
 
@@ -68,7 +67,6 @@ class Pipeline:
         samples = wanted.pop("num_return_sequences", 1)
         size = wanted.pop("batch_size", max(1, len(inputs)))
         seed = wanted.pop("seed", None)
-        seed = draw_seeds(1)[0] if seed is None else seed
         if size < 1:
             raise ValueError(f"batch_size must be 1 or above, not {size}")
         wanted.setdefault("max_new_tokens", MAX_NEW_TOKENS)
@@ -77,7 +75,8 @@ class Pipeline:
         done: list[Completion] = []
         for start in range(0, len(prompts), size):
             batch = prompts[start : start + size]
-            done += complete(self.model, self.tokenizer, batch, num_samples=samples, seeds=[seed] * len(batch), **wanted)
+            seeds = None if seed is None else [seed] * len(batch)
+            done += complete(self.model, self.tokenizer, batch, num_samples=samples, seeds=seeds, **wanted)
         answers = [_put(inputs[number // samples], one.text, full) for number, one in enumerate(done)]
         return [answers[start : start + samples] for start in range(0, len(answers), samples)]
 
@@ -88,6 +87,8 @@ class Pipeline:
             if wanted.get("temperature"):
                 raise ValueError("do_sample=False takes the likeliest token, and temperature would draw: give one of the two")
             return {"temperature": 0.0}
+        if do_sample and wanted.get("temperature") == 0:
+            raise ValueError("do_sample=True draws, and temperature=0 takes the likeliest token: give one of the two")
         if own > 0:
             return {}
         return {name: value for name, value in (("temperature", TEMPERATURE), ("top_k", TOP_K)) if name not in wanted}

@@ -249,7 +249,7 @@ class Stream:
 
     def stop_at(self, stop: Sequence[str]) -> None:
         """From here on, end before the first of these texts that appears."""
-        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+        if isinstance(stop, str) or not all(stop):
             raise ValueError(f"stop must be a list of texts, none of them empty, not {stop!r:.60}")
         self._stop = tuple(stop)
 

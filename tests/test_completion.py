@@ -366,9 +366,16 @@ def test_a_stop_that_is_a_marks_text_ends_at_that_id_and_not_where_it_is_spelled
     assert done.ids == [*spelled, *tail]
 
 
+def test_an_id_that_ends_a_row_is_no_part_of_its_text_even_if_it_has_one(model, bytewise):
+    ids = bytewise.encode("the dog.")[1:]
+    for ends in ({"stop_ids": ids[-1:]}, {"eos_ids": ids[-1:]}):
+        done = nd.complete(model, bytewise, [[66]], len(ids), sampler=says(ids), return_full_text=True, **ends)[0]
+        assert (done.text, done.ids) == ("athe dog", ids[:-1])
+
+
 @pytest.mark.parametrize("stop", ["", [""], ["a", ""]])
 def test_an_empty_stop_text_is_refused(stop, model, bytewise):
-    with pytest.raises(ValueError, match="stop must be a list of texts, none of them empty"):
+    with pytest.raises(ValueError, match="stop must be a text or a list of texts, none of them empty"):
         nd.complete(model, bytewise, ["a"], stop=stop)
 
 

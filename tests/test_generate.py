@@ -431,6 +431,12 @@ def test_a_sampler_for_each_prompt():
         nd.generate(model, PROMPTS, sampler=own[:2])
 
 
+def test_a_rows_own_sampler_is_not_ignored_beside_a_function_that_chooses_for_all():
+    stepper = nd.Stepper(tiny_model(), sampler=lambda logits, rows: logits.argmax(-1))
+    with pytest.raises(ValueError, match="a row's own sampler would be ignored"):
+        stepper.add([5], sampler=nd.Sampler(1.0))
+
+
 def test_columns_have_a_place_for_every_row_in_every_field(tmp_path):
     tokenizer, model = nd.Tokenizer.load(sentence_piece(tmp_path)), tiny_model(vocab_size=300)
     options = {"sampler": forced(2, [1, 3, None]), "seeds": [0, 1, 2], "max_new_tokens": 4, "eos_ids": [2], "top_logprobs": 3}
@@ -451,7 +457,10 @@ def test_columns_have_a_place_for_every_row_in_every_field(tmp_path):
     [
         ({"top_logprobs": 98}, "top_logprobs must be from 0 to the 97 ids there are, not 98"),
         ({"stop": ["x"]}, "stop texts need a tokenizer to read the new ids"),
+        ({"stop": ""}, "stop must be a text or a list of texts, none of them empty"),
+        ({"stop": [5]}, "stop must be a text or a list of texts"),
         ({"exact": True, "use_cache": False}, "exact fixes the shapes"),
+        ({"ignore_eos": True, "eos_ids": [3]}, "give either eos_ids= or ignore_eos=True"),
     ],
 )
 def test_what_a_stepper_cannot_do_is_refused(options, words):

@@ -236,6 +236,7 @@ def test_a_folder_or_a_decoder_with_its_tokenizer(ckpt, ours):
     ):
         assert pipe("the fox", **GREEDY) == wanted
     assert nd.pipeline(model=model, tokenizer=tokenizer).model is model
+    assert nd.pipeline(model=ckpt, tokenizer=tokenizer).tokenizer is tokenizer
 
 
 @pytest.mark.parametrize(

@@ -294,7 +294,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(chatty):
         (["--compare_cache", "--repeats", "0"], "at least 1 repeat"),
         (["--system", "x"], "--system is for --chat: add it"),
         (["--exact", "--no_cache"], "exact fixes the shapes of passes that fill a cache"),
-        (["--stop", ""], "stop must be a list of texts, none of them empty"),
+        (["--stop", ""], "stop must be a text or a list of texts, none of them empty"),
         (["--prompt_file", "no/such.txt"], r"--prompt_file no/such.txt cannot be read \(No such file or directory\)"),
         (["--max_prompt_tokens", "1", "-p", "the"], "max_prompt_tokens must be at least 2"),
         (["--truncation_side", "middle"], "invalid choice: 'middle'"),
