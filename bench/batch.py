@@ -9,6 +9,7 @@ compared too: ours in the batch with ours alone, and transformers' in its batch 
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,7 @@ def main(argv: Sequence[str]) -> None:
             start = time.perf_counter()
             tokens[name] = run(ids)
             times[name].append(time.perf_counter() - start)
+            print(f"{name}: {times[name][-1]:.1f} s", file=sys.stderr, flush=True)
     lengths = [len(row) for row in ids]
     print(f"{len(ids)} prompts of {min(lengths)} to {max(lengths)} tokens, {n} new tokens each")
     for name, taken in times.items():

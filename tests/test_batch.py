@@ -137,7 +137,7 @@ def bits(model: nd.Decoder, prompts: list[list[int]], new: int = 6) -> list[list
     return [seen[number] for number in range(len(prompts))]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"attn_softcap": 20.0, "windows": (None, 7)}, {"rope": LONGROPE, "qkv_bias": True}])
 def test_exact_bits_are_the_same_in_any_company(options, dtype, threads):

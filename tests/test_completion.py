@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import texts
 from tiny import byte_level, redraw, sentence_piece, tiny_model, tokens
@@ -315,6 +315,7 @@ def test_what_may_become_a_stop_text_is_held_back(stop, text, pieces_shown, mode
     assert done.ids == ids[: len(shown)]  # what the model has seen, the id that completed the stop text included
 
 
+@settings(max_examples=25)
 @given(data=st.data())
 def test_what_is_streamed_is_the_text_up_to_the_first_stop_text_and_never_more(data, model, bytewise):
     ids = data.draw(texts.map(bytewise.encode) | st.lists(st.integers(0, bytewise.vocab_size - 1)), "ids")[:16] or [66]
@@ -335,7 +336,7 @@ def test_what_is_streamed_is_the_text_up_to_the_first_stop_text_and_never_more(d
     shown, reason = streamed(model, bytewise, prompt, ids, stop)
     assert "".join(shown) == wanted
     assert len(shown) == steps
-    assert (reason == "stop") == (found is not None and found <= len(ids))
+    assert (reason == "stop") == (found is not None)
     for n in range(len(shown) + 1):
         assert wanted.startswith("".join(shown[:n]))
         assert not any(one in "".join(shown[:n]) for one in stop)
