@@ -21,10 +21,10 @@ from nanodecoder import cli, compare
 from nanodecoder.attention import PATHS
 from nanodecoder.checkpoint import DTYPES
 from nanodecoder.cli import UsageError, option
-from nanodecoder.completion import SIDES, cut_prompt
+from nanodecoder.completion import SIDES, cut_prompt, opening
 from nanodecoder.config import Sampling
 from nanodecoder.conversation import Conversation
-from nanodecoder.generate import Step, default_sampler, draw_seeds, end_ids, prompt_to_ids
+from nanodecoder.generate import PromptTooLong, Step, default_sampler, draw_seeds, end_ids, prompt_to_ids
 from nanodecoder.hub import download, is_hub_name
 from nanodecoder.storage import find_folder
 
@@ -112,6 +112,7 @@ def main(argv: Sequence[str]) -> None:
         setup = load(options, notice)
         texts = read_prompts(options)
         prompts = [] if options.chat else [to_ids(setup, text) for text in texts]
+        texts = texts if options.chat else [shown(setup, text, ids) for text, ids in zip(texts, prompts, strict=True)]
     for warning in caught:
         notice(str(warning.message))
     out = Output(sys.stdout)
@@ -136,9 +137,10 @@ def refuse_idle(options: Options) -> None:
         idle = [f"--{name}" for name in others if getattr(options, name) != getattr(defaults, name)]
         if getattr(options, mode) and idle:
             raise UsageError(f"{', '.join(idle)} cannot go with --{mode}")
-    for name, mode in (("system", "chat"), ("repeats", "compare_cache")):
-        if getattr(options, name) != getattr(defaults, name) and not getattr(options, mode):
-            raise UsageError(f"--{name} is for --{mode}: add it")
+    needs = (("system", "chat"), ("repeats", "compare_cache"), ("truncation_side", "max_prompt_tokens"))
+    for name, other in needs:
+        if getattr(options, name) != getattr(defaults, name) and not getattr(options, other):
+            raise UsageError(f"--{name} is for --{other}: add it")
     if options.num_samples < 1:
         raise UsageError(f"--num_samples must be 1 or above, not {options.num_samples}")
 
@@ -148,6 +150,8 @@ def usage() -> Iterator[None]:
     """What the library refuses is wrong usage here."""
     try:
         yield
+    except PromptTooLong as error:
+        raise UsageError(f"{error}, or cut it with --max_prompt_tokens") from None
     except ValueError as error:
         raise UsageError(str(error)) from None
 
@@ -168,10 +172,15 @@ def load(options: Options, notice: Callable[[str], None]) -> Setup:
     names = [field.name for field in fields(Sampling) if hasattr(options, field.name)]
     settings = {name: value for name in names if (value := getattr(options, name)) is not None}
     sampler = default_sampler(model, **settings)
-    filters = {"top_k": 0, "top_p": 1, "min_p": 0}  # at these they are off
-    idle = [f"--{name}" for name, off in filters.items() if settings.get(name, off) != off]
+    given = settings | {"seed": options.seed, "num_samples": options.num_samples}
+    chance = {"top_k": 0, "top_p": 1, "min_p": 0, "seed": None, "num_samples": 1}  # at these they are off
+    idle = [f"--{name}" for name, off in chance.items() if given.get(name, off) != off]
     if idle and sampler.temperature == 0:
         notice(f"{', '.join(idle)} changes nothing at temperature 0 (greedy): add --temperature 0.8")
+    said = {name: value for name in names if (value := getattr(model.generation, name)) != getattr(nd.Sampler(), name)}
+    used = [f"{name} {value}" for name, value in said.items() if name not in settings]
+    if used and sampler.temperature > 0:
+        notice(f"the checkpoint's own settings are used: {', '.join(used)}")
     seed = draw_seeds(1)[0] if options.seed is None else options.seed
     return Setup(options, model, nd.Tokenizer.load(folder), sampler, seed, notice)
 
@@ -186,8 +195,8 @@ def read_prompts(options: Options) -> list[str]:
     try:
         texts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in given]
         if options.prompt_file is not None:
-            lines = Path(options.prompt_file).read_text(encoding="utf-8-sig").splitlines()
-            texts += [line for line in lines if line.strip()]
+            lines = Path(options.prompt_file).read_text(encoding="utf-8-sig").split("\n")
+            texts += [line.removesuffix("\r") for line in lines if line.strip()]
             if not texts:
                 raise UsageError(f"{options.prompt_file} has no line to take as a prompt")
         for text in texts:
@@ -206,6 +215,11 @@ def to_ids(setup: Setup, text: str) -> list[int]:
     return cut_prompt(ids, options.max_prompt_tokens, options.truncation_side, tokenizer, tokenizer.bos_id)
 
 
+def shown(setup: Setup, text: str, ids: list[int]) -> str:
+    """A prompt as the model sees it: the text that was given, unless it was cut."""
+    return text if len(ids) == len(prompt_to_ids(setup.tokenizer, text)) else opening(setup.tokenizer, ids)
+
+
 # -------------------------------------------------------------------------------------------------------- continuing prompts
 
 
@@ -220,7 +234,7 @@ def continue_prompts(setup: Setup, texts: Sequence[str], prompts: Sequence[list[
         )
         for row, ids in enumerate(rows):
             stepper.add(ids, max_new_tokens=n, seed=setup.seed + row % samples, stop=options.stop or (), eos_ids=setup.eos_ids)
-    run = Run(setup, texts, rows, n)
+    run = Run(setup, texts, rows, n, unicode=out.encoding.lower().startswith("utf"))
     openings = [texts[row // samples] if options.echo else "" for row in range(len(rows))]
     closings = run.as_json if options.json else lambda row, text: "\n"
     printer = Printer(openings, closings, out, streams=not options.json)
@@ -231,9 +245,7 @@ def continue_prompts(setup: Setup, texts: Sequence[str], prompts: Sequence[list[
     printer.close()
     if setup.sampler.temperature == 0:
         for row in range(len(rows)):
-            told = told_pattern(run.new[row], setup.tokenizer)
-            if told:
-                setup.notice(told if len(rows) == 1 else f"text {row + 1}: {told}")
+            tell_pattern(setup, run.new[row], "" if len(rows) == 1 else f"text {row + 1}: ")
     drawn = "" if setup.sampler.temperature == 0 else f", seed {setup.seed}"
     setup.notice(run.summary() + drawn)
 
@@ -309,8 +321,12 @@ class Printer:
 class Run:
     """Counts and clocks of one run, for the last line and for --json."""
 
-    def __init__(self, setup: Setup, texts: Sequence[str], prompts: Sequence[list[int]], max_new_tokens: int) -> None:
+    def __init__(
+        self, setup: Setup, texts: Sequence[str], prompts: Sequence[list[int]], max_new_tokens: int, unicode: bool
+    ) -> None:
         self.setup, self.texts, self.prompts, self.max_new_tokens = setup, texts, prompts, max_new_tokens
+        self.unicode = unicode  # whether JSON may hold letters as they are
+        self.prompt_tokens = 0  # as computed: samples of one prompt share its prefill
         rows = range(len(prompts))
         self.new: list[list[int]] = [[] for _ in rows]
         self.reasons: list[str | None] = [None for _ in rows]
@@ -323,7 +339,7 @@ class Run:
         cli.synchronize(self.setup.model.device)
         self.last = time.perf_counter()
         if self.passes == 0:
-            self.first, self.tokens_of_first = self.last, len(step.rows)
+            self.first, self.tokens_of_first, self.prompt_tokens = self.last, len(step.rows), stepper.positions
         self.passes = stepper.forwards
         for row, index, reason, mark in zip(step.rows, step.ids.tolist(), step.reasons, step.marks, strict=True):
             self.forwards[row] += 1
@@ -344,7 +360,7 @@ class Run:
             "first_token_seconds": round(self.first - self.started, 4),
             "seconds": round(self.last - self.started, 4),
         }
-        return json.dumps(made, ensure_ascii=False) + "\n"
+        return json.dumps(made, ensure_ascii=not self.unicode) + "\n"
 
     def summary(self) -> str:
         words = {
@@ -355,18 +371,17 @@ class Run:
         }
         ended = [reason for reason in self.reasons if reason is not None]
         why = [f"{ended.count(reason)}x " * (len(self.prompts) > 1) + words[reason] for reason in dict.fromkeys(ended)]
-        prompt_tokens = sum(map(len, self.prompts))
         new_tokens = sum(self.forwards)
         # The last token is not fed
         longest = max(len(ids) + max(0, n - 1) for ids, n in zip(self.prompts, self.forwards, strict=True))
         parts = [
-            f"{prompt_tokens} prompt + {new_tokens} new tokens",
+            f"{self.prompt_tokens} prompt + {new_tokens} new tokens",
             f"{self.passes} forward passes",
             f"context {longest} of {self.setup.model.config.max_seq_len}",
             f"stopped: {'; '.join(why) or 'nothing was asked for'}",
         ]
         if self.passes:
-            parts.append(f"prefill {prompt_tokens / (self.first - self.started):,.0f} tokens/s")
+            parts.append(f"prefill {self.prompt_tokens / (self.first - self.started):,.0f} tokens/s")
         if new_tokens > self.tokens_of_first:
             parts.append(f"decode {(new_tokens - self.tokens_of_first) / (self.last - self.first):,.1f} tokens/s")
         if self.passes:
@@ -375,17 +390,16 @@ class Run:
         return ", ".join(parts)
 
 
-def told_pattern(ids: Sequence[int], tokenizer: nd.Tokenizer) -> str | None:
-    """A sentence where the last tokens repeat themselves, as greedy texts often come to do."""
-    last = ids[-PATTERN:]
-    for period in range(1, PATTERN // 2 + 1):
-        if len(last) == PATTERN and last[period:] == last[:-period]:
-            text = tokenizer.decode(last[-period:])
-            return (
-                f"the last {PATTERN} tokens repeat {text!r}: greedy text can run in circles; try --temperature 0.8 or "
-                "--repetition_penalty 1.1"
-            )
-    return None
+def tell_pattern(setup: Setup, ids: Sequence[int], which: str = "") -> None:
+    """Say where the last tokens repeat themselves, as greedy texts often come to do."""
+    last = list(ids[-PATTERN:])
+    periods = (n for n in range(1, PATTERN // 2 + 1) if len(last) == PATTERN and last[n:] == last[:-n])
+    period = next(periods, None)
+    if period is not None:
+        setup.notice(
+            f"{which}the last {PATTERN} tokens repeat {setup.tokenizer.decode(last[-period:])!r}: greedy text can run in "
+            "circles; try --temperature 0.8 or --repetition_penalty 1.1"
+        )
 
 
 # --------------------------------------------------------------------------------------------------------------- talking
@@ -415,27 +429,32 @@ def chat(setup: Setup, turns: Sequence[str], out: Output) -> None:
         if text.strip() == "/new":
             talk.restart()
             continue
-        try:
-            answer = talk.ask(text)
-        except ValueError as error:
-            if not typed:
-                raise UsageError(str(error)) from None
-            print(f"{error} (/new begins anew)", file=sys.stderr)
-            continue
-        with _until_interrupted() as interrupted, closing(answer):
+        with _until_interrupted() as interrupted:
             try:
-                for piece in answer:
-                    out.write(piece)
-                    out.flush()
-                    if interrupted():
-                        break
-            except ValueError as error:
-                raise nd.CheckpointError(str(error)) from None
+                answer = talk.ask(text)
+            except (ValueError, nd.CheckpointError) as error:
+                if interrupted():  # while the template was rendered
+                    continue
+                if not typed:
+                    raise error if isinstance(error, nd.CheckpointError) else UsageError(str(error)) from None
+                print(f"{error} (/new begins anew)", file=sys.stderr)
+                continue
+            with closing(answer):
+                try:
+                    for piece in answer:
+                        out.write(piece)
+                        out.flush()
+                        if interrupted():
+                            break
+                except ValueError as error:
+                    raise nd.CheckpointError(str(error)) from None
         out.write("\n")
         out.flush()
         if talk.reason in ("length", "context"):
             limit = "--max_new_tokens" if talk.reason == "length" else "the end of the context (/new begins anew)"
             setup.notice(f"(the answer was cut at {limit})")
+        if setup.sampler.temperature == 0:
+            tell_pattern(setup, talk.ids)
     drawn = "" if setup.sampler.temperature == 0 else f", seed {setup.seed}"
     setup.notice(f"{talk.stepper.forwards} forward passes, {talk.stepper.positions} positions computed{drawn}")
 
@@ -493,6 +512,8 @@ def compare_ways(setup: Setup, prompts: Sequence[list[int]], out: Output) -> Non
     out.write("".join([*map(stream.push, cached.ids), stream.finish()]) + "\n")
     out.flush()
     print(compare.table(cached, anew, len(ids)), file=sys.stderr)
+    if setup.sampler.temperature == 0:
+        tell_pattern(setup, cached.ids)
     if compare.draw(cached, anew, len(ids), PICTURE):
         setup.notice(f"drawn in {PICTURE}")
     else:

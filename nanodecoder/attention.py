@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from .cache import LayerCache, Placement
 from .config import ModelConfig
-from .layers import make_norm, soft_cap
+from .layers import Linear, make_norm, soft_cap
 from .rope import Turn, rotate
 
 PATHS = ("fused", "explicit")
@@ -110,10 +110,10 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
         self.softcap = config.attn_softcap
-        self.q_proj = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=config.o_bias)
+        self.q_proj = Linear(config.dim, config.n_heads * config.head_dim, bias=config.qkv_bias)
+        self.k_proj = Linear(config.dim, config.n_kv_heads * config.head_dim, bias=config.qkv_bias)
+        self.v_proj = Linear(config.dim, config.n_kv_heads * config.head_dim, bias=config.qkv_bias)
+        self.o_proj = Linear(config.n_heads * config.head_dim, config.dim, bias=config.o_bias)
         per_head = config.qk_norm == "head"
         self.q_norm = make_norm(config, config.head_dim * (1 if per_head else config.n_heads)) if config.qk_norm else None
         self.k_norm = make_norm(config, config.head_dim * (1 if per_head else config.n_kv_heads)) if config.qk_norm else None

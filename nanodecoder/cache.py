@@ -62,7 +62,7 @@ class Placement:
             start = self.starts[0]
             return torch.arange(start, start + self.columns, device=self.device).expand(len(self.starts), -1)
         rows = [
-            [start + max(min(column, count - 1), 0) for column in range(self.columns)]
+            [max(0, start + min(column, count - 1)) for column in range(self.columns)]
             for start, count in zip(self.starts, self.counts, strict=True)
         ]
         return torch.tensor(rows, device=self.device)

@@ -118,6 +118,8 @@ _TYPES = {str: str, int: _number(int, "a whole number"), float: _number(float, "
 
 def run(main: Callable[[Sequence[str]], None], prog: str) -> NoReturn:
     """Carry out a script and leave with its exit status: 2 for wrong usage, 1 for a failed run, each told in one sentence."""
+    if sys.stderr is None:  # closed: print would take stdout instead
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
     try:
         main(sys.argv[1:])
     except UsageError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .generate import NO_TOKEN, as_seeds, draw_seeds, generate, prompt_to_ids
+from .generate import NO_TOKEN, as_seeds, draw_seeds, generate, prompt_to_ids, whole_number
 from .model import Decoder
 from .tokenizer import Tokenizer
 
@@ -60,6 +60,7 @@ def complete(
     prefill. A prompt longer than `max_prompt_tokens` (BOS counts) is cut, with a warning that quotes what was lost: on the
     checkpoint's own `truncation_side`, "right" (the end is lost) if it says none; "left" keeps BOS and the newest tokens.
     """
+    num_samples = whole_number("num_samples", num_samples)
     if num_samples < 1:
         raise ValueError(f"num_samples must be 1 or above, not {num_samples}")
     given = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -76,8 +77,7 @@ def complete(
     texts = [""] * len(rows)
     if return_full_text and tokenizer is not None:
         shown = [
-            # As far as it has whole characters: the new text completes one that a cut has halved
-            prompt if isinstance(prompt, str) and ids == all_ids else "".join(map(tokenizer.stream().push, ids))
+            prompt if isinstance(prompt, str) and ids == all_ids else opening(tokenizer, ids)
             for prompt, ids, all_ids in zip(given, cut, whole, strict=True)
         ]
         texts = [text for text in shown for _ in range(num_samples)]
@@ -118,6 +118,11 @@ def complete(
     ]
 
 
+def opening(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """A prompt's text as far as it has whole characters: the new text completes one that a cut has halved."""
+    return "".join(map(tokenizer.stream().push, ids))
+
+
 def cut_prompt(
     ids: list[int], limit: int | None, side: str | None, tokenizer: Tokenizer | None, bos_id: int | None
 ) -> list[int]:
@@ -128,7 +133,7 @@ def cut_prompt(
     side = side or (tokenizer.truncation_side if tokenizer is not None else "right")
     if side not in SIDES:
         raise ValueError(f"truncation_side must be left or right, not {side!r}")
-    if limit is None or len(ids) <= limit:
+    if limit is None or len(ids) <= whole_number("max_prompt_tokens", limit):
         return ids
     marks = ids[:1] if ids[:1] == [bos_id] else []
     if limit < len(marks) + 1:

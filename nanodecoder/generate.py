@@ -30,6 +30,10 @@ Prompts = Sequence[Sequence[int]] | Tensor
 Choice = Callable[[Tensor, Rows], Tensor]  # what a sampler is: (logits, rows) -> ids
 
 
+class PromptTooLong(ValueError):
+    """A prompt that is longer than the context."""
+
+
 @dataclass(frozen=True)
 class Step:
     """One column of new ids.
@@ -137,7 +141,7 @@ class Stepper:
         Raises ValueError for an empty prompt, an id outside the vocabulary, or a prompt longer than the context.
         """
         config, ids = self.model.config, prompt_to_ids(self.tokenizer, prompt)
-        max_new_tokens = operator.index(max_new_tokens)
+        max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
         if not ids:
             raise ValueError("a prompt needs at least one id; an empty text starts from BOS, which is up to the caller here")
         for place, index in enumerate(ids):
@@ -147,18 +151,22 @@ class Stepper:
             raise ValueError(f"max_new_tokens must be 0 or above, not {max_new_tokens}")
         room = config.max_seq_len - len(ids) + 1
         if room < 1:
-            raise ValueError(
+            raise PromptTooLong(
                 f"the prompt has {len(ids)} tokens, {max_new_tokens} new ones are asked for, and the context holds "
-                f"{config.max_seq_len}: shorten the prompt, or cut it with max_prompt_tokens={config.max_seq_len}"
+                f"{config.max_seq_len}: shorten the prompt"
             )
         if sampler is not None and not isinstance(self.sampler, Sampler):
             raise ValueError("a row's own sampler would be ignored: this stepper's sampler is a function that chooses for all")
-        stop = [stop] if isinstance(stop, str) else list(stop)
+        stop = [stop] if isinstance(stop, str) else list(stop or ())
         if not all(isinstance(text, str) and text for text in stop):
             raise ValueError(f"stop must be a text or a list of texts, none of them empty, not {stop!r:.60}")
         if stop and self.tokenizer is None:
             raise ValueError("stop texts need a tokenizer to read the new ids; give one, or stop_ids")
         marks = {text: self.tokenizer.special_id(text) for text in stop}  # such as "<|im_end|>", which no text shows
+        for text, index in marks.items():
+            held = self.tokenizer.special_in(text)
+            if held and index is None:
+                raise ValueError(f"the stop text {text!r} holds {held!r}, a mark that no text shows; give that alone")
         own = sampler if sampler is not None else self.sampler if isinstance(self.sampler, Sampler) else Sampler()
         limit = min(max_new_tokens, room)
         row = _Row(
@@ -293,6 +301,8 @@ def generate(
     rows = [as_ids(prompt) for prompt in prompts]
     seeds = as_seeds(seeds, len(rows))
     each = list(sampler) if isinstance(sampler, Sequence) else [None] * len(rows)
+    if isinstance(sampler, Sequence) and not all(isinstance(own, Sampler) for own in each):
+        raise ValueError("a list of samplers must hold a Sampler for each prompt; a function of the caller's serves all rows")
     if len(each) != len(rows):
         raise ValueError(f"{len(each)} samplers for {len(rows)} prompts; give one for all, or one per prompt")
     stepper = Stepper(
@@ -360,6 +370,14 @@ def prompt_to_ids(tokenizer: Tokenizer | None, prompt: str | Sequence[int]) -> l
         raise ValueError("the prompt is empty, and the tokenizer has neither BOS nor newline to start from; give a prompt")
     warnings.warn("the tokenizer has no BOS: the empty prompt starts from a newline", stacklevel=2)
     return ids
+
+
+def whole_number(name: str, value: Any) -> int:
+    """An int, or ValueError that says what came."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be a whole number, not {value!r:.60}") from None
 
 
 def as_ids(ids: Any) -> list[int]:

@@ -13,6 +13,24 @@ from .config import ModelConfig
 ACTIVATION_FUNCTIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
 
 
+FEW = 256  # rows up to which `Linear` puts the weight first
+
+
+class Linear(nn.Linear):
+    """x Wᵀ + b, as nn.Linear. (…, in) -> (…, out)
+
+    For few rows in float32 on a CPU it is written (W xᵀ)ᵀ: with x first, MKL lays the whole weight out anew at every call,
+    which for the rows of a decode step takes about as long as the product itself.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.numel() // x.shape[-1]
+        if not (1 < rows <= FEW and x.dtype == torch.float32 and x.device.type == "cpu"):
+            return super().forward(x)
+        out = (self.weight @ x.reshape(rows, -1).mT).mT.contiguous()
+        return (out if self.bias is None else out + self.bias).view(*x.shape[:-1], -1)
+
+
 class RMSNorm(nn.Module):
     """Divide each vector by its root mean square, then scale each feature (arXiv 1910.07467). (…, dim) -> (…, dim)
 
@@ -71,9 +89,9 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.activation = ACTIVATION_FUNCTIONS[config.activation]
-        self.gate_proj = nn.Linear(config.dim, config.ffn_dim, bias=config.ffn_bias) if config.gated else None
-        self.up_proj = nn.Linear(config.dim, config.ffn_dim, bias=config.ffn_bias)
-        self.down_proj = nn.Linear(config.ffn_dim, config.dim, bias=config.ffn_bias)
+        self.gate_proj = Linear(config.dim, config.ffn_dim, bias=config.ffn_bias) if config.gated else None
+        self.up_proj = Linear(config.dim, config.ffn_dim, bias=config.ffn_bias)
+        self.down_proj = Linear(config.ffn_dim, config.dim, bias=config.ffn_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate_proj is None:

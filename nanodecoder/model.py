@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .attention import PATHS, Attention, Sight, sight
 from .cache import KVCache, LayerCache, Placement, fresh
 from .config import GenerationConfig, ModelConfig
-from .layers import FeedForward, make_norm, soft_cap
+from .layers import FeedForward, Linear, make_norm, soft_cap
 from .rope import Turn, angles
 
 
@@ -65,7 +65,7 @@ class Decoder(nn.Module):
         self.positions = _table(rows, config.dim) if config.learned_positions else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = make_norm(config, config.dim)
-        self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.dim, config.vocab_size, bias=False)
         if config.tied_head:
             self.lm_head.weight = self.embed.weight
         if not self.embed.weight.is_meta:  # there is nothing to draw where a checkpoint will be put
@@ -101,7 +101,7 @@ class Decoder(nn.Module):
         """Everything up to the final norm. tokens (B, T) int64 -> (B, T, dim)
 
         Where only some of the tokens are real, only those are computed. With `exact` all are, and attention looks at each row
-        alone: then a row's result depends on T, B and the row itself, to the last bit (see `rows.Blocks`).
+        alone: then a row's result depends on T, B and the row itself, to the last bit (see `batch.Blocks`).
         """
         config = self.config
         self._check(tokens, cache)

@@ -96,6 +96,9 @@ class Pipeline:
     def _prompts(self, inputs: Sequence[str | Messages]) -> list[str | list[int]]:
         """Texts as they are, chats as ids: those that await an answer, and those whose last words are to be continued."""
         prompts: list[Any] = list(inputs)
+        for one in inputs:
+            if not isinstance(one, str) and _is_prefilled(one) and not isinstance(one[-1].get("content"), str):
+                raise ValueError("the assistant's message at a chat's end is continued, and must have a text as its content")
         for prefilled in (False, True):
             places = [n for n, one in enumerate(inputs) if not isinstance(one, str) and _is_prefilled(one) == prefilled]
             chats = [inputs[place] for place in places]

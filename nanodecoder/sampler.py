@@ -53,12 +53,15 @@ class Sampler(Sampling):
         settings = self._settings(logits, rows)
         if all(row.temperature == 0 for row in settings):
             return _adjust(logits.float(), rows, settings).argmax(dim=-1)  # the first of equals
-        filtered = self.filter(logits, rows)
         if rows is None:
             seeds = torch.randint(2**62, (len(logits),)).tolist()
             rows = Rows(seeds, [0] * len(logits))
+        return self.perturb(logits, rows).argmax(dim=-1)
+
+    def perturb(self, logits: Tensor, rows: Rows) -> Tensor:
+        """What is drawn from: filtered logits and each row's own noise. logits (B, V) -> (B, V), whose argmax is the id"""
         noise = gumbel(rows.seeds, rows.positions, torch.arange(logits.shape[-1], device=logits.device))
-        return (filtered + noise).argmax(dim=-1)
+        return self.filter(logits, rows) + noise
 
     def filter(self, logits: Tensor, rows: Rows | None = None, *extra: Filter) -> Tensor:
         """The pure part: logits (B, V) -> float32 logits (B, V) after penalties, temperature and filters; -inf is impossible.

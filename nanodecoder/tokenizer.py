@@ -39,7 +39,9 @@ class Tokenizer:
         description = json.loads(core.to_str())
         core.no_truncation()  # what training cut and padded is nobody's wish here
         core.no_padding()
-        self._special_ids = {token["id"] for token in description.get("added_tokens") or [] if token["special"]}
+        special = [token for token in description.get("added_tokens") or [] if token["special"]]
+        self._special_ids = {token["id"] for token in special}
+        self._special_texts = [token["content"] for token in special if token["content"]]
         self._decoders = _decoder_kinds(description.get("decoder"))
         self._bytes: dict[int, bytes] = {}
 
@@ -172,6 +174,10 @@ class Tokenizer:
         stream = self.stream(special=special)
         return "".join([*map(stream.push, ids), stream.finish()])
 
+    def decode_at_once(self, ids: Sequence[int]) -> str:
+        """As the library decodes a whole list, without our bytes and streams: to compare with. Broken characters may go."""
+        return self._core.decode(list(ids), skip_special_tokens=True)
+
     def stream(self, after: Sequence[int] = (), special: bool = False, stop: Sequence[str] = ()) -> Stream:
         """A decoder for ids that arrive one by one, continuing the ids of `after`, whose text it does not repeat.
 
@@ -198,6 +204,10 @@ class Tokenizer:
         """The id of the mark that is written so ("<|im_end|>"), or None."""
         index = self._core.token_to_id(text)
         return index if index in self._special_ids else None
+
+    def special_in(self, text: str) -> str | None:
+        """A mark that a text holds as it is written, or None."""
+        return next((mark for mark in self._special_texts if mark in text), None)
 
     def is_special(self, index: int) -> bool:
         """Whether an id is a mark such as BOS and not part of the text."""

@@ -5,7 +5,8 @@ their tokens, so that its logits can be compared at each one and a difference do
 cache, in chunks, in a ragged batch, …; then beside transformers, place by place, where that is installed.
 
 A token counts as changed where the other way would have chosen another one, and as a tie where the reference's two best logits
-are closer than 1e-3, which rounding may turn. In float32 a change is a failure; in smaller types it is a figure.
+are closer than 1e-3, which rounding may turn. In float32 a change is a failure, and so are logits that are further apart than
+rounding makes them; in smaller types both are figures.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from . import cli
 from .against import against_transformers, load_theirs
+from .attention import EXACT_SLOTS
 from .cache import KVCache
 from .checkpoint import DTYPES, load_model
 from .cli import UsageError, option
@@ -29,13 +31,15 @@ from .completion import complete
 from .generate import Stepper, generate, inference, prompt_to_ids
 from .model import Decoder
 from .parts import CheckpointError
-from .sampler import Rows
+from .sampler import Rows, Sampler
 from .storage import find_folder
 from .tokenizer import Tokenizer
 
 PROMPT = "The quick brown fox jumps over the lazy dog. 나는 오늘 학교에 갔다. def add(a, b): return a + b"
 TIE = 1e-3  # logits closer than this may change places by rounding
+APART = 1e-4  # of the largest logit: more than rounding in float32, which makes about 5e-6 of it
 CHUNKS = (1, 7, 3, 16)  # tokens at a time, over and over
+LONG = EXACT_SLOTS + 40  # tokens of a prompt whose exact passes look at more than one block of slots
 Texts = list[list[int]]
 Logits = list[Tensor]  # (N, V) of each text: what each of its new tokens was chosen from
 
@@ -65,15 +69,18 @@ class Options:
 class Finding:
     """How one way of computing compares with the reference.
 
-    size: the largest difference of logits; changed, ties: of `tokens`; first: where the first change was, in words.
+    size: the largest difference of logits; apart: whether it is more than rounding makes; changed, ties: of `number` tokens, or
+    of texts; first: where the first change was, in words.
     """
 
     way: str
     size: float
     changed: int
     ties: int
-    tokens: int
+    number: int
     first: str = ""
+    unit: str = "tokens"
+    apart: bool = False
 
 
 def main(argv: Sequence[str]) -> None:
@@ -95,14 +102,23 @@ def main(argv: Sequence[str]) -> None:
     model = load_model(file or folder, device, dtype)
     tokenizer = _tokenizer(folder)
     ids = _prompt_ids(options, model, tokenizer)
-    if options.against is not None:
-        failed = _places(options, _float32(model, file or folder), file or folder, ids)[0]
-    else:
-        failed = _ways(options, model, tokenizer, ids, file or folder)
+    try:
+        failed = _compare(options, model, tokenizer, ids, file or folder)
+    except ValueError as error:  # logits that are not numbers
+        raise CheckpointError(str(error)) from None
     if failed:
         raise CheckpointError("; ".join(failed))
     if options.against is None:
         print(f"all as it should be, in {time.perf_counter() - started:.0f} s")
+
+
+def _compare(
+    options: Options, model: Decoder, tokenizer: Tokenizer | None, ids: list[int], path: str | os.PathLike[str]
+) -> list[str]:
+    """-> a sentence for each comparison that fails."""
+    if options.against is not None:
+        return _places(options, _float32(model, path), path, ids)[0]
+    return _ways(options, model, tokenizer, ids, path)
 
 
 # ------------------------------------------------------------------------------------------------------- ways of computing
@@ -122,11 +138,13 @@ def _ways(
     failed: list[str] = []
 
     def show(finding: Finding) -> None:
-        share = f"{finding.changed} of {finding.tokens}"
+        share = f"{finding.changed} of {finding.number}" + f" {finding.unit}" * (finding.unit != "tokens")
         first = f"   first {finding.first}" if finding.first and finding.changed else ""
         print(f"{finding.way:34}{finding.size:20.2g}{share:>16}{finding.ties:6}{first}", flush=True)
         if finding.changed and (exactly or finding.way in BITWISE):
-            failed.append(f"{finding.way}: {share} tokens changed, first {finding.first}")
+            failed.append(f"{finding.way}: {finding.changed} of {finding.number} {finding.unit} changed, first {finding.first}")
+        elif finding.apart and exactly:
+            failed.append(f"{finding.way}: logits apart by {finding.size:.2g}, which is more than rounding")
 
     texts, reference = _alone(model, prompts, n)
     for finding in findings(model, tokenizer, prompts, texts, reference):
@@ -181,53 +199,91 @@ def findings(model: Decoder, tokenizer: Tokenizer | None, prompts: Texts, texts:
         f"in chunks of {', '.join(map(str, CHUNKS))}", [_chunked(model, *one) for one in zip(prompts, texts, strict=True)]
     )
     yield beside("in one ragged batch", _text(model, prompts, n, texts)[1])
-    path, model.attention = model.attention, "explicit" if model.attention == "fused" else "fused"
-    try:
-        yield beside(f"{model.attention} attention", _text(model, prompts, n, texts)[1])
-    finally:
-        model.attention = path
-    exact = _text(model, prompts, n, texts, exact=True)[1]
-    yield beside("exact", exact)
-    others = [_text(model, [prompts[0]], n, texts[:1], exact=True)[1][0]]
-    others += _text(model, prompts[::-1], n, texts[::-1], exact=True)[1]
-    pairs = list(zip([exact[0], *exact[::-1]], others, [texts[0], *texts[::-1]], strict=True))
-    unequal = sum(not torch.equal(a, b) for a, b, _ in pairs)
-    size = max(float((a - b).abs().max()) for a, b, _ in pairs)
-    tokens = sum(len(text) for _, _, text in pairs)
-    yield Finding(EXACT, size, unequal, 0, tokens, "in a batch of another order")
+    yield beside("one after the other, as turns", _text(model, prompts, n, texts, turns=True)[1])
+    if not model.config.attn_softcap:  # with which there is one path only
+        path, model.attention = model.attention, "explicit" if model.attention == "fused" else "fused"
+        try:
+            yield beside(f"{model.attention} attention", _text(model, prompts, n, texts)[1])
+        finally:
+            model.attention = path
+    yield _sampled(model, prompts, n, tokenizer)
+    yield beside("exact", _text(model, prompts, n, texts, exact=True)[1])
+    yield _exact_bits(model, prompts)
     if tokenizer is not None:
         yield _streamed(model, tokenizer, prompts, n)
 
 
-class Led:
-    """A sampler that takes the tokens it is told to, and notes the logits it is shown."""
+def _sampled(model: Decoder, prompts: Texts, n: int, tokenizer: Tokenizer | None) -> Finding:
+    """Texts drawn with seeds, each alone and all in one batch: what is compared is logits with the noise of the seed."""
+    found = [_text(model, [prompt], n, draws=True, seeds=[row]) for row, prompt in enumerate(prompts)]
+    texts, reference = [new[0] for new, _ in found], [logits[0] for _, logits in found]
+    together = _text(model, prompts, n, texts, draws=True)[1]
+    return compare_logits("drawn with seeds, in one batch", reference, together, texts, tokenizer)
 
-    def __init__(self, texts: Texts | None) -> None:
-        self.texts = texts
+
+def _exact_bits(model: Decoder, prompts: Texts) -> Finding:
+    """Exact logits of each prompt alone, in a batch with a long one, and in that batch the other way round."""
+    long = (prompts[-1] * LONG)[: min(LONG, model.config.max_seq_len - 2)]
+    rows, n = [*prompts, long], 2
+    texts, together = _text(model, rows, n, exact=True)
+    turned = _text(model, rows[::-1], n, texts[::-1], exact=True)[1][::-1]
+    alone = [_text(model, [prompt], n, [text], exact=True)[1][0] for prompt, text in zip(rows, texts, strict=True)]
+    pairs = [*zip(together, turned, strict=True), *zip(together, alone, strict=True)]
+    unequal = sum(not torch.equal(a, b) for a, b in pairs)
+    size = max(float((a - b).abs().max()) for a, b in pairs)
+    return Finding(EXACT, size, unequal, 0, len(pairs), "beside other neighbours", unit="texts")
+
+
+class Led:
+    """A sampler that takes the tokens it is told to (or chooses), and notes what it is shown, noise included if it `draws`."""
+
+    def __init__(self, texts: Texts | None, draws: bool, numbers: Sequence[int]) -> None:
+        self.texts, self.draws, self.numbers = texts, draws, numbers
         self.seen: dict[int, list[Tensor]] = {}
 
     def __call__(self, logits: Tensor, rows: Rows) -> Tensor:
+        if self.draws:
+            logits = Sampler(temperature=1.0).perturb(logits, Rows(rows.seeds, rows.positions))
         for row, one in zip(rows.seeds, logits, strict=True):
             self.seen.setdefault(row, []).append(one.float().cpu().clone())
         if self.texts is None:
             return logits.argmax(-1)
-        return torch.tensor([self.texts[row][step - 1] for row, step in zip(rows.seeds, rows.steps, strict=True)])
+        places = [self.numbers.index(seed) for seed in rows.seeds]
+        return torch.tensor([self.texts[place][step - 1] for place, step in zip(places, rows.steps, strict=True)])
 
 
 def _text(
-    model: Decoder, prompts: Texts, n: int, texts: Texts | None = None, use_cache: bool = True, exact: bool = False
+    model: Decoder,
+    prompts: Texts,
+    n: int,
+    texts: Texts | None = None,
+    *,
+    seeds: Sequence[int] | None = None,
+    draws: bool = False,
+    turns: bool = False,
+    **way: bool,
 ) -> tuple[Texts, Logits]:
-    """n new tokens after each prompt in one batch, greedy or led along `texts`; -> them, and what they were chosen from."""
-    led = Led(texts)
-    stepper = Stepper(model, sampler=led, use_cache=use_cache, exact=exact)
-    for row, prompt in enumerate(prompts):
-        stepper.add(prompt, max_new_tokens=n, seed=row, eos_ids=())
+    """n new tokens after each prompt, greedy, drawn, or led along `texts`; -> them, and what they were chosen from.
+
+    All in one batch, or in `turns`, one after the other.
+    """
+    seeds = range(len(prompts)) if seeds is None else seeds
+    led = Led(texts, draws, list(seeds))
+    stepper = Stepper(model, sampler=led, **way)
     new: Texts = [[] for _ in prompts]
-    while len(stepper):
-        step = stepper.step()
-        for row, index in zip(step.rows, step.ids.tolist(), strict=True):
-            new[row].append(index)
-    return new, [torch.stack(led.seen[row]) for row in range(len(prompts))]
+
+    def run() -> None:
+        while len(stepper):
+            step = stepper.step()
+            for row, index in zip(step.rows, step.ids.tolist(), strict=True):
+                new[row].append(index)
+
+    for prompt, seed in zip(prompts, seeds, strict=True):
+        stepper.add(prompt, max_new_tokens=n, seed=seed, eos_ids=())
+        if turns:
+            run()
+    run()
+    return new, [torch.stack(led.seen[seed]) for seed in seeds]
 
 
 def _chunked(model: Decoder, prompt: list[int], text: list[int]) -> Tensor:
@@ -264,22 +320,24 @@ def compare_logits(way: str, reference: Logits, logits: Logits, texts: Texts, to
             changed += 1
             names = [repr(tokenizer.decode([index])) if tokenizer else str(index) for index in (token, other)]
             first = first or f"in text {row + 1} at new token {place + 1}: {names[1]} for {names[0]}"
-    return Finding(way, size, changed, ties, sum(map(len, texts)), first)
+    largest = max(float(wanted[wanted.isfinite()].abs().max()) for wanted in reference)
+    return Finding(way, size, changed, ties, sum(map(len, texts)), first, apart=not size <= APART * largest)
 
 
 def _streamed(model: Decoder, tokenizer: Tokenizer, prompts: Texts, n: int) -> Finding:
-    """Texts as they come in steps, beside those that `complete` gives and those that their ids decode to."""
+    """Texts as they come in steps, beside those that `complete` gives and those that the library decodes at once."""
     pieces = [""] * len(prompts)
     for step in generate(model, prompts, tokenizer=tokenizer, max_new_tokens=n, temperature=0.0):
         pieces = [said + text for said, text in zip(pieces, step.texts, strict=True)]
-    whole = complete(model, tokenizer, prompts, n, temperature=0.0)
-    wanted = []
-    for done in whole:
-        stream = tokenizer.stream(after=done.prompt_ids)
-        wanted.append("".join([*map(stream.push, done.ids), stream.finish()]))
-    wrong = [row for row, (a, b, done) in enumerate(zip(pieces, wanted, whole, strict=True)) if not a == b == done.text]
+    wrong = []
+    for row, (said, done) in enumerate(zip(pieces, complete(model, tokenizer, prompts, n, temperature=0.0), strict=True)):
+        at_once = tokenizer.decode_at_once([*done.prompt_ids, *done.ids])
+        # Where bytes are no characters, the library and we may give them up differently
+        agrees = at_once.endswith(said) or "\N{REPLACEMENT CHARACTER}" in at_once + said
+        if said != done.text or not agrees:
+            wrong.append(row)
     first = f"in text {wrong[0] + 1}" if wrong else ""
-    return Finding(STREAMED, 0.0, len(wrong), 0, sum(len(done.ids) for done in whole), first)
+    return Finding(STREAMED, 0.0, len(wrong), 0, len(prompts), first, unit="texts")
 
 
 # ------------------------------------------------------------------------------------------------------ beside transformers

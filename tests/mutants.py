@@ -71,7 +71,7 @@ MUTANTS = [
     Mutant("scale of the stream's width", "attention", "self.scale = config.head_dim**-0.5 if", "self.scale = (config.dim // config.n_heads) ** -0.5 if", "test_fixtures"),
     Mutant("query norm skipped", "attention", "q = self._heads(self.q_proj(x), see, self.q_norm)", "q = self._heads(self.q_proj(x), see)", "test_fixtures"),
     Mutant("values turned too", "attention", "q, k = rotate(q, turn), rotate(k, turn)", "q, k, v = rotate(q, turn), rotate(k, turn), rotate(v, turn)", "test_fixtures"),
-    Mutant("biases dropped", "attention", "self.k_proj = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=config.qkv_bias)", "self.k_proj = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)", "test_fixtures"),
+    Mutant("biases dropped", "attention", "self.k_proj = Linear(config.dim, config.n_kv_heads * config.head_dim, bias=config.qkv_bias)", "self.k_proj = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)", "test_fixtures"),
     Mutant("query scale of another number ignored", "attention", "if config.attn_scale is None else config.attn_scale", "if True else config.attn_scale", "test_fixtures"),
     Mutant("a kernel's strides trusted", "attention", ".reshape(q.shape)", ".view(q.shape)", "test_attention"),
     Mutant("queries and keys normed per head though together", "attention", "norm is not None and not self.norm_per_head", "False", "test_fixtures"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import FIXTURES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_model, tokens
@@ -200,3 +201,25 @@ def test_an_exact_step_whose_sampler_failed_gives_the_same_bits_again():
             continue
     assert torch.equal(seen[0], seen[1])
     assert torch.equal(seen[3], seen[4])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_a_row_whose_context_is_full_may_sit_idle_beside_others(name):
+    """Learned positions have no row beyond the last: an idle row must not ask for one."""
+    model = nd.load_model(FIXTURES / name)
+    limit, vocab = model.config.max_seq_len, model.config.vocab_size
+    full = [index % vocab for index in range(limit)]
+    stepper = nd.Stepper(model, exact=True)
+    stepper.add([5, 6, 7], max_new_tokens=10, eos_ids=())
+    first = stepper.step().ids.tolist()
+    stepper.add(full, eos_ids=())
+    step = stepper.step()
+    assert step.reasons == (None, "context")
+    wanted = nd.complete(model, None, [[5, 6, 7]], max_new_tokens=2, ignore_eos=True)[0].ids
+    assert [*first, int(step.ids[0])] == wanted
+    cache = nd.KVCache(model.config, 2, limit)
+    with torch.no_grad():
+        model(torch.tensor([full, full]), cache, counts=[limit, 3])
+        alone = model(torch.tensor([full[:4]]))[0, -1]
+        together = model(torch.tensor([[0], full[3:4]]), cache, counts=[0, 1])[1, 0]
+    assert (alone - together).abs().max() < 1e-5

@@ -105,3 +105,29 @@ def test_nothing_asked_for_is_an_empty_answer(parts):
     chat = talk(parts, max_new_tokens=0)
     assert list(chat.ask("the")) == []
     assert chat.messages[-1]["content"] == ""
+
+
+def test_an_answer_that_nobody_listened_to_leaves_no_trace(parts):
+    """Left before its first piece, never begun, or left behind half-heard: the next answer is its own."""
+    wanted = "".join(talk(parts).ask("a dog?"))
+    chat = talk(parts)
+    chat.ask("the fox").close()
+    assert "".join(chat.ask("a dog?")) == wanted
+    chat.restart()
+    chat.ask("the fox")
+    assert "".join(chat.ask("a dog?")) == wanted
+    chat.restart()
+    half = chat.ask("the fox")
+    next(half)
+    assert "".join(chat.ask("a dog?")) == wanted
+    half.close()
+    assert [message["content"] for message in chat.messages] == ["a dog?", wanted]
+
+
+def test_wrong_options_are_refused_before_the_first_turn(parts):
+    for options, words in (
+        ({"max_new_tokens": -1}, "max_new_tokens must be 0 or above"),
+        ({"stop": [""]}, "stop must be a text"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            talk(parts, **options)

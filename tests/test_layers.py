@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 from tiny import tiny_config
+from torch import nn
 
-from nanodecoder.layers import ACTIVATION_FUNCTIONS, FeedForward, LayerNorm, RMSNorm, soft_cap
+from nanodecoder.layers import ACTIVATION_FUNCTIONS, FEW, FeedForward, LayerNorm, Linear, RMSNorm, soft_cap
 
 
 def test_rms_norm_by_hand():
@@ -88,3 +89,21 @@ def test_biases_are_there_only_where_asked_for():
         "down_proj.bias",
     }
     assert not [name for name, _ in FeedForward(tiny_config()).named_parameters() if name.endswith("bias")]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, FEW, FEW + 1])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_product_turned_round_is_the_same_product_and_the_same_gradient(rows, bias):
+    ours = Linear(24, 40, bias=bias)
+    theirs = nn.Linear(24, 40, bias=bias)
+    theirs.load_state_dict(ours.state_dict())
+    for shape in ((rows, 24), (1, rows, 24)):
+        x = torch.randn(shape)
+        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        assert ours(a).shape == theirs(b).shape
+        torch.testing.assert_close(ours(a), theirs(b), atol=1e-5, rtol=1e-5)
+        ours(a).square().sum().backward()
+        theirs(b).square().sum().backward()
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(ours.weight.grad, theirs.weight.grad, atol=1e-3, rtol=1e-3)
+        ours.zero_grad(), theirs.zero_grad()

@@ -195,6 +195,32 @@ def test_the_cache_is_compared_with_the_text_on_stdout_and_the_figures_on_stderr
     assert ("drawn in compare_cache.png" in err) == drawn == (tmp_path / "compare_cache.png").is_file()
 
 
+def test_echo_shows_the_prompt_that_the_model_saw(capsys, ckpt):
+    text = "the fox the fox the fox"
+    out, _ = run(capsys, ckpt, "-p", text, "-n", "2", "--echo", "--max_prompt_tokens", "5", "--quiet")
+    tokenizer = nd.Tokenizer.load(ckpt)
+    seen = tokenizer.decode(tokenizer.encode(text)[:5])
+    assert out.startswith(seen)
+    assert not out.startswith(text)
+
+
+def test_what_changes_nothing_is_told_and_the_checkpoints_own_settings_too(capsys, ckpt, tmp_path):
+    assert "--seed, --num_samples changes nothing" in run(capsys, ckpt, "-n", "1", "--seed", "3", "--num_samples", "2")[1]
+    from nanodecoder.config import GenerationConfig
+
+    model, tokenizer = nd.load_model(ckpt), nd.Tokenizer.load(ckpt)
+    model.generation = GenerationConfig(temperature=0.6, top_p=0.9)
+    nd.save_model(tmp_path, model, tokenizer)
+    told = run(capsys, tmp_path, "-n", "1", "--top_p", "0.8")[1]
+    assert "the checkpoint's own settings are used: temperature 0.6\n" in told
+    assert "settings are used" not in run(capsys, tmp_path, "-n", "1", "--temperature", "0")[1]
+
+
+def test_samples_of_a_prompt_count_its_tokens_once(capsys, ckpt):
+    alone = run(capsys, ckpt, "-p", "the fox", "-n", "2")[1].split()[0]
+    assert run(capsys, ckpt, "-p", "the fox", "-n", "2", "--num_samples", "3", "--temperature", "1")[1].split()[0] == alone
+
+
 # ---- talking
 
 
@@ -284,7 +310,10 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(chatty):
         (["--temperature", "-1"], r"temperature must be 0 \(greedy\) or from 1e-37 to 1e37"),
         (["--num_samples", "0"], "--num_samples must be 1 or above, not 0"),
         (["-n", "-3"], "max_new_tokens must be 0 or above, not -3"),
-        (["-p", "the fox " * 40], "the prompt has .* tokens, 100 new ones are asked for, and the context holds 64"),
+        (
+            ["-p", "the fox " * 40],
+            "the prompt has .* new ones are asked for, and the context holds 64: shorten the prompt, or cut it with --max_p",
+        ),
         (["-p", "-", "-p", "-"], "--prompt - is given twice"),
         (["-p", "half \udcec"], r"the prompt is not UTF-8 \(surrogates not allowed, at 5\)"),
         (["--chat", "--json"], "--json cannot go with --chat"),
@@ -293,6 +322,8 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(chatty):
         (["--compare_cache", "-p", "a", "-p", "b"], "--compare_cache takes one prompt, not 2"),
         (["--compare_cache", "--repeats", "0"], "at least 1 repeat"),
         (["--system", "x"], "--system is for --chat: add it"),
+        (["--truncation_side", "left"], "--truncation_side is for --max_prompt_tokens: add it"),
+        (["--stop", "</s> the"], "the stop text '</s> the' holds '</s>', a mark that no text shows; give that alone"),
         (["--exact", "--no_cache"], "exact fixes the shapes of passes that fill a cache"),
         (["--stop", ""], "stop must be a text or a list of texts, none of them empty"),
         (["--prompt_file", "no/such.txt"], r"--prompt_file no/such.txt cannot be read \(No such file or directory\)"),
@@ -358,6 +389,16 @@ def test_text_that_the_terminal_cannot_show_is_a_question_mark_and_told(ckpt, en
     lost = 1 if encoding == "cp949" else 3
     assert shown == ("나는 ?\n" if encoding == "cp949" else "?? ?\n")
     assert f"{lost} characters are none of {encoding} and were printed as ?; PYTHONUTF8=1 prints them" in done.stderr.decode()
+
+
+@pytest.mark.slow
+def test_json_escapes_what_the_encoding_lacks_and_notices_never_go_to_stdout(ckpt):
+    env = os.environ | {"PYTHONIOENCODING": "cp949", "PYTHONUTF8": "0"}
+    command = f"{sys.executable} sample.py --ckpt {ckpt} -p 'é 🙂' -n 2 --json 2>&-"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, env=env)
+    assert done.returncode == 0
+    (line,) = done.stdout.decode("cp949").splitlines()  # stderr is closed, and nothing but the text is here
+    assert json.loads(line)["prompt"] == "é 🙂"
 
 
 @pytest.mark.slow
