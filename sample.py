@@ -112,7 +112,8 @@ def main(argv: Sequence[str]) -> None:
         setup = load(options, notice)
         texts = read_prompts(options)
         prompts = [] if options.chat else [to_ids(setup, text) for text in texts]
-        texts = texts if options.chat else [shown(setup, text, ids) for text, ids in zip(texts, prompts, strict=True)]
+        if options.max_prompt_tokens is not None:
+            texts = [shown(setup, text, ids) for text, ids in zip(texts, prompts, strict=True)]
     for warning in caught:
         notice(str(warning.message))
     out = Output(sys.stdout)
