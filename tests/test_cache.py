@@ -167,7 +167,8 @@ def test_positions_continue_each_row_and_padding_repeats_the_last_real_one(steps
         columns = max(1, *counts)
         at = cache.place(columns, counts)
         for row, count in enumerate(counts):
-            wanted = [lengths[row] + max(min(i, count - 1), 0) for i in range(columns)]
+            last = max(0, lengths[row] + count - 1)  # of a row that is fed nothing, what it holds last
+            wanted = [min(lengths[row] + i, last) for i in range(columns)]
             assert at.positions[row].tolist() == wanted
         cache.advance(at)
         lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
