@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tiny import tiny_model, tokens
 
 import nanodecoder as nd
-from nanodecoder.attention import EXACT_SLOTS
+from nanodecoder.attention import EXACT_SLOTS, sight
 from nanodecoder.batch import Anew, Blocks, Row, Together
+from nanodecoder.cache import Placement
 from nanodecoder.config import RopeConfig
 
 LONGROPE = RopeConfig(
@@ -223,3 +224,12 @@ def test_a_row_whose_context_is_full_may_sit_idle_beside_others(name):
         alone = model(torch.tensor([full[:4]]))[0, -1]
         together = model(torch.tensor([[0], full[3:4]]), cache, counts=[0, 1])[1, 0]
     assert (alone - together).abs().max() < 1e-5
+
+
+def test_exact_attention_looks_at_as_many_slots_as_the_row_itself_needs():
+    """On today's CPU kernels masked slots change no bit, so only the shapes can tell."""
+    at = Placement((5, 299), (1, 1), (5, 299), 1, 512, torch.device("cpu"))
+    see = sight(at, None, "fused", exact=True)
+    assert see.extents == (256, 512)
+    assert see.mask.shape == (2, 1, 1, 512)
+    assert sight(at, None, "fused").extents is None
