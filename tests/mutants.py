@@ -172,7 +172,7 @@ MUTANTS = [
     Mutant("BOS does not count", "completion", "room = limit - len(marks)", "room = limit", "test_completion"),
     Mutant("windows of a score overlap", "score", "done = len(found) - start", "done = 0", "test_score"),
     Mutant("a score of the wrong token", "score", "wanted = piece[1 + first", "wanted = piece[first", "test_score"),
-    Mutant("a turn that was left early is forgotten", "conversation", 'self.messages = [*asked, {"role": "assistant", "content": said}]', "self.messages = self.messages if len(self.stepper) else [*asked, {'role': 'assistant', 'content': said}]", "test_conversation"),
+    Mutant("a turn that was left early is forgotten", "conversation", 'self.messages = [*asked, {"role": "assistant", "content": said}]', "self.messages = self.messages if self.reason is None else [*asked, {'role': 'assistant', 'content': said}]", "test_conversation"),
     Mutant("an answer begun by the caller is answered", "pipeline", "continue_final_message=prefilled", "continue_final_message=False", "test_pipeline"),
     Mutant("a change is called a tie", "verify", "if best - second < TIE:", "if best - second < 1e9:", "test_verify"),
     Mutant("seeds shared by all rows", "generate", "seeds=[row.seed for row in rows]", "seeds=[rows[0].seed for row in rows]", "test_generate"),
