@@ -4,8 +4,8 @@
     model, tokenizer = nd.load_model(path), nd.Tokenizer.load(path)
     print(nd.complete(model, tokenizer, ["Once upon a time"], max_new_tokens=50)[0].text)
 
-The files in reading order: config, rope, layers, cache, attention, model (the decoder itself); then parts, families, storage,
-checkpoint, tokenizer, sampler, batch, generate, completion, score, pipeline.
+The files in reading order: config, rope, layers, cache, attention, model (the decoder itself); then parts, families, hub,
+storage, checkpoint, template, chat, tokenizer, sampler, batch, generate, completion, score; then cli and what is called.
 """
 
 from .cache import KVCache

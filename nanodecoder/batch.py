@@ -37,10 +37,6 @@ class Passes:
         self.forwards = 0  # passes so far
         self.positions = 0  # tokens computed so far: what a cache saves
 
-    def logits(self, rows: Sequence[Row]) -> Tensor:
-        """The logits (B, V) after the last token of each row."""
-        raise NotImplementedError
-
     def _last(self, news: Sequence[Sequence[int]], cache: KVCache | None) -> Tensor:
         """Feed each row its new ids in one pass; -> what the trunk gives for the last one of each, (B, dim)"""
         counts = [len(new) for new in news]
