@@ -1,9 +1,9 @@
 """Grouped-query attention, and the one rule of who sees whom.
 
-    x (B, T, dim) ── q_proj ──> q (B, H,   T, D) ── norm, rotate ──┐
-                  ── k_proj ──> k (B, Hkv, T, D) ── norm, rotate ──┤ keys and values of earlier tokens come from the cache
-                  ── v_proj ──> v (B, Hkv, T, D) ──────────────────┤
-                                softmax(q kᵀ / √D) v (B, H, T, D) <┘ ── o_proj ──> (B, T, dim)
+    x (B, T, dim) ── q_proj ──> q (B, T, H,   D) ── norm, rotate ──┐
+                  ── k_proj ──> k (B, T, Hkv, D) ── norm, rotate ──┤ keys and values of earlier tokens come from the cache
+                  ── v_proj ──> v (B, T, Hkv, D) ──────────────────┤
+                                softmax(q kᵀ / √D) v (B, T, H, D) <┘ ── o_proj ──> (B, T, dim)
 
 H query heads share Hkv key/value heads: query head h looks at key/value head h // (H / Hkv) (arXiv 2305.13245). With Hkv = H
 this is multi-head attention, with Hkv = 1 multi-query attention.
@@ -16,6 +16,7 @@ Legend: B rows, T new tokens, S keys looked at, H query heads, Hkv key/value hea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,56 +29,67 @@ from .layers import Linear, make_norm, soft_cap
 from .rope import Turn, rotate
 
 PATHS = ("fused", "explicit")
-EXACT_SLOTS = 256  # an exact pass looks at a multiple of this many slots
+LIKE = 64  # on a CPU, rows that take one new token are looked at together if their lengths lie in one step of this
 
 
-def visible(query_positions: Tensor, key_positions: Tensor, window: int | None = None) -> Tensor:
-    """A query at position p sees keys at positions ≤ p, and > p − window where there is a window (it counts the query itself).
+def visible(query_positions: Tensor, key_positions: Tensor, window: int | None = None, stride: int | None = None) -> Tensor:
+    """A query at position p sees keys at positions ≤ p, and > p − window where there is a window (it counts the query itself);
+    beyond the window, with a `stride`, those whose distance is a multiple of it (arXiv 1904.10509's strided attention).
 
     query_positions (B, T), key_positions (S,) -> (B, T, S) bool. Since slot s holds position s, this one rule serves prefill,
     chunks, single steps and rows of different lengths; there is no padding mask.
     """
     queries = query_positions[:, :, None]
     seen = key_positions <= queries
-    return seen if window is None else seen & (key_positions > queries - window)
+    if window is None:
+        return seen
+    near = key_positions > queries - window
+    return seen & (near if stride is None else near | ((queries - key_positions) % stride == 0))
 
 
 @dataclass(frozen=True)
 class Sight:
-    """What the queries of one pass see, said as cheaply as it can be said.
+    """What the queries of a part of a pass see, said as cheaply as it can be said.
 
     `causal`: query t sees keys 0 … t, and there are as many keys as queries (the whole prompt at once).
     Otherwise `mask`, (B or 1, 1, T, S) bool, or None where every query sees every key (a single new token per row).
-    `packed`: the stream holds real tokens only, (1, N, dim), and this says where they belong.
-    `extents` (B,): look at each row alone, and at this many slots of it.
     """
 
+    at: Placement
     mask: Tensor | None = None
     causal: bool = False
-    packed: Placement | None = None
-    extents: tuple[int, ...] | None = None
 
 
-def sight(at: Placement, window: int | None, path: str, exact: bool = False) -> Sight:
-    """Say what `visible` says of this pass, by a short cut where that is the same. The explicit path takes no short cut.
+def sights(at: Placement, window: int | None, path: str, stride: int | None = None) -> list[Sight]:
+    """What a pass sees, part by part. A part is looked at in one call, so its rows must have as many new tokens each.
 
-    `exact`: the shapes that kernels get must depend on a row's own length only, so nothing is packed or cut short.
+    Rows that start at one position need one short cut or mask. Single new tokens of rows of about one length share a call too:
+    the shorter rows' queries look past their ends, which the mask hides, so it costs little where lengths are near, and on a
+    GPU less than a call of its own. `exact`: every row alone.
     """
-    packed = at if at.ragged and not exact else None
-    if path == "fused" and not exact:
+
+    def alike(row: int) -> tuple[int, int]:
+        start, count = at.starts[row], at.counts[row]
+        if at.exact:
+            return row, 0
+        if count > 1:
+            return count, start
+        return count, start // LIKE if at.device.type == "cpu" else 0
+
+    return [sight(part, window, path, stride) for part in at.parts(alike)]
+
+
+def sight(at: Placement, window: int | None, path: str, stride: int | None = None) -> Sight:
+    """Say what `visible` says of a pass, by a short cut where that is the same. The explicit path takes no short cut."""
+    if path == "fused" and not at.exact:
         unwindowed = window is None or window >= at.extent
-        # A column that is not real comes after all real ones, so the triangle hides it from them.
-        if unwindowed and at.columns > 1 and at.extent == at.columns and max(at.starts) == 0:
-            return Sight(causal=True, packed=packed)
+        if unwindowed and at.columns > 1 and at.uniform and at.starts[0] == 0:
+            return Sight(at, causal=True)
         if unwindowed and at.columns == 1 and at.uniform:
-            return Sight()
+            return Sight(at)
     queries = at.positions[:1] if at.uniform else at.positions  # rows alike need one mask
     keys = torch.arange(at.extent, device=at.device)
-    mask = visible(queries, keys, window)[:, None]
-    if not exact:
-        return Sight(mask, packed=packed)
-    extents = tuple(min(at.extent, -(-length // EXACT_SLOTS) * EXACT_SLOTS) for length in at.lengths)
-    return Sight(mask.expand(len(extents), -1, -1, -1), extents=extents)
+    return Sight(at, visible(queries, keys, window, stride)[:, None])
 
 
 def explicit_attention(q: Tensor, k: Tensor, v: Tensor, see: Sight, scale: float, softcap: float | None = None) -> Tensor:
@@ -97,7 +109,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, see: Sight, scale: float) -
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=n_heads != n_kv_heads)
     # The G query heads of a group become G · T queries of their key/value head, so that no key is copied G times.
     groups = n_heads // n_kv_heads
-    mask = None if see.mask is None else see.mask.repeat(1, 1, groups, 1)  # (B or 1, 1, G · T, S)
+    mask = see.mask if see.mask is None or columns == 1 else see.mask.repeat(1, 1, groups, 1)  # (B or 1, 1, G · T or 1, S)
     folded = q.reshape(q.shape[0], n_kv_heads, groups * columns, -1)
     return F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale).reshape(q.shape)
 
@@ -123,43 +135,44 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         turn: Turn | None,
-        see: Sight,
+        sights: Sequence[Sight],
         cache: LayerCache | None = None,
         path: str = "fused",
     ) -> Tensor:
-        """x (B, T, dim); `turn` the positions' angles; `see` who sees whom; `cache` this layer's slots."""
-        q = self._heads(self.q_proj(x), see, self.q_norm)  # (B, H, T, D)
-        k = self._heads(self.k_proj(x), see, self.k_norm)  # (B, Hkv, T, D)
-        v = self._heads(self.v_proj(x), see)  # (B, Hkv, T, D)
+        """x (B, T, dim); `turn` the positions' angles; `sights` who sees whom; `cache` this layer's slots."""
+        q = self._heads(self.q_proj(x), self.q_norm)  # (B, T, H, D)
+        k = self._heads(self.k_proj(x), self.k_norm)  # (B, T, Hkv, D)
+        v = self._heads(self.v_proj(x))  # (B, T, Hkv, D)
         if turn is not None:
             q, k = rotate(q, turn), rotate(k, turn)
+        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # (B · T, heads, D): one row's tokens after the other's
         if cache is not None:
-            k, v = cache.extend(k, v)  # (B, Hkv, S, D)
-        out = self.attend(q, k, v, see, path).transpose(1, 2)  # (B, T, H, D)
-        if see.packed is not None:
-            out = see.packed.pack(out)
-        return self.o_proj(out.flatten(2))
+            cache.write(k, v)
+        parts = [self._part(q, k, v, see, cache, path) for see in sights]
+        out = parts[0] if len(parts) == 1 else torch.cat([q[:0], *parts])  # (B · T, H, D); there may be no token at all
+        return self.o_proj(out.flatten(1).unflatten(0, x.shape[:-1]))
 
-    def _heads(self, x: Tensor, see: Sight, norm: nn.Module | None = None) -> Tensor:
-        """(B, T, heads · D) -> (B, heads, T, D), normed before or after the heads part, as `norm` wants it."""
+    def _heads(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
+        """(B, T, heads · D) -> (B, T, heads, D), normed before or after the heads part, as `norm` wants it."""
         if norm is not None and not self.norm_per_head:
             x = norm(x)
         x = x.unflatten(-1, (-1, self.head_dim))
         if norm is not None and self.norm_per_head:
             x = norm(x)
-        if see.packed is not None:
-            x = see.packed.unpack(x)
-        return x.transpose(1, 2)
+        return x
+
+    def _part(self, q: Tensor, k: Tensor, v: Tensor, see: Sight, cache: LayerCache | None, path: str) -> Tensor:
+        """A part's share of the whole pass: q (B · T, H, D), k, v (B · T, Hkv, D) -> (tokens of the part, H, D)"""
+        rows, columns, first = len(see.at.starts), see.at.columns, see.at.first_token
+
+        def own(x: Tensor) -> Tensor:
+            return x[first : first + rows * columns].unflatten(0, (rows, columns)).transpose(1, 2)
+
+        k, v = (own(k), own(v)) if cache is None else cache.read(see.at)
+        return self.attend(own(q), k, v, see, path).transpose(1, 2).flatten(0, 1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, see: Sight, path: str) -> Tensor:
         """Mix values by how well their keys meet the queries. q (B, H, T, D); k, v (B, Hkv, S, D) -> (B, H, T, D)"""
-        if see.extents is not None:
-            slots = [slice(extent) for extent in see.extents]
-            rows = zip(q.split(1), k.split(1), v.split(1), see.mask.split(1), slots, strict=True)
-            return torch.cat([self._mix(q, k[:, :, s], v[:, :, s], Sight(mask[..., s]), path) for q, k, v, mask, s in rows])
-        return self._mix(q, k, v, see, path)
-
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor, see: Sight, path: str) -> Tensor:
         if path == "explicit":
             return explicit_attention(q, k, v, see, self.scale, self.softcap)
         return fused_attention(q, k, v, see, self.scale)

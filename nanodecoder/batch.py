@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .attention import EXACT_SLOTS
-from .cache import KVCache
+from .cache import EXACT_SLOTS, KVCache
 from .model import Decoder
 
 
@@ -87,12 +86,15 @@ class Together(Passes):
         return self.model.head(last[[place[follows.get(row, row)] for row in rows]])
 
     def _places(self, rows: list[Row]) -> list[Row]:
-        """An order of rows in which as many as can keep their places: the gaps that others left are filled from the end."""
+        """An order of rows in which as many as can keep their places: the gaps that others left are filled from the end.
+
+        New rows come by length, since attention looks at neighbours of like lengths together.
+        """
         old = [row for row in self.rows if row in rows]
         placed = [row if row in old else None for row in self.rows[: len(old)]]
         movers = [row for row in old if row not in placed]
         new = [row for row in rows if row not in old]
-        return [movers.pop() if row is None else row for row in placed] + new
+        return [movers.pop() if row is None else row for row in placed] + sorted(new, key=lambda row: len(row.ids))
 
     def _arrange(self, rows: list[Row], slots: int) -> list[int]:
         """Give these rows their places in the cache; -> how many tokens each need not be fed, since they are held."""
@@ -221,7 +223,7 @@ class Blocks(Passes):
 
     def _cache(self, rows: int, slots: int) -> KVCache:
         model = self.model
-        return KVCache(model.config, rows, _up(slots), device=model.device, dtype=model.dtype, read_slots=EXACT_SLOTS)
+        return KVCache(model.config, rows, _up(slots), device=model.device, dtype=model.dtype)
 
 
 def _up(n: int, step: int = EXACT_SLOTS) -> int:

@@ -10,10 +10,11 @@ Legend: B rows, T new tokens, S cache slots, Hkv key/value heads, D head width.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from operator import index
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from .config import ModelConfig
 
 BLOCK = 64  # slots zeroed at a time
+EXACT_SLOTS = 256  # an exact pass looks at a multiple of this many slots of each row
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Placement:
     starts and counts (B,): row b's real tokens are the first counts[b] of the T columns; the first lies at position starts[b].
     longest (B,): how many tokens each row has held at most since it was empty. extent: how many slots the pass reads, enough
     for the longest row.
+    exact: shapes must depend on each row's own length only. first_row, first_token: where a part of a pass begins in it.
     """
 
     starts: tuple[int, ...]
@@ -39,6 +42,9 @@ class Placement:
     columns: int
     extent: int
     device: torch.device
+    exact: bool = False
+    first_row: int = 0
+    first_token: int = 0
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -54,6 +60,27 @@ class Placement:
     def uniform(self) -> bool:
         """Whether all rows start at one position and all their columns are real."""
         return not self.ragged and min(self.starts) == max(self.starts)
+
+    @property
+    def packed(self) -> bool:
+        """Whether the stream holds the real tokens only, (1, N, dim) instead of (B, T, dim)."""
+        return self.ragged and not self.exact
+
+    def parts(self, alike: Callable[[int], Hashable]) -> list[Placement]:
+        """The pass as passes of neighbouring rows for which `alike` says the same; of a packed pass, rows with tokens only."""
+        parts, token = [], 0
+        for _, group in groupby(range(len(self.starts)), alike):
+            first, *others = group
+            rows = slice(first, first + 1 + len(others))
+            columns = max(self.counts[rows]) if self.packed else self.columns
+            extent = max(1, *self.lengths[rows])
+            if self.exact:
+                extent = min(self.extent, _up(extent, EXACT_SLOTS))
+            if columns:
+                own = (self.starts[rows], self.counts[rows], self.longest[rows])
+                parts.append(Placement(*own, columns, extent, self.device, self.exact, first, token))
+            token += columns * (1 + len(others))
+        return parts
 
     @cached_property
     def positions(self) -> Tensor:
@@ -91,30 +118,32 @@ class Placement:
 
 
 class LayerCache:
-    """One layer's slots during one pass: writes the new keys and values, hands back all that the pass may look at."""
+    """One layer's slots during one pass: writes the new keys and values, hands back what a part of the pass may look at."""
 
     def __init__(self, keys: Tensor, values: Tensor, placement: Placement) -> None:
         self.keys, self.values, self.placement = keys, values, placement  # (B, Hkv, S, D) both
 
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v (B, Hkv, T, D) -> keys, values (B, Hkv, extent, D). What is kept carries no gradient."""
-        at, k, v = self.placement, k.detach(), v.detach()
-        if at.uniform:
-            start, end = at.starts[0], at.starts[0] + at.columns
-            self.keys[:, :, start:end] = k
-            self.values[:, :, start:end] = v
-        else:
-            row, column, slot = at.real
-            self.keys[row, :, slot] = k[row, :, column]
-            self.values[row, :, slot] = v[row, :, column]
-        return self.keys[:, :, : at.extent], self.values[:, :, : at.extent]
+    def write(self, k: Tensor, v: Tensor) -> None:
+        """Keep the pass's k and v, (B · T, Hkv, D) or packed (N, Hkv, D). What is kept carries no gradient."""
+        at = self.placement
+        for slots, new in ((self.keys, k.detach()), (self.values, v.detach())):
+            if at.uniform:
+                end = at.starts[0] + at.columns
+                slots[:, :, at.starts[0] : end] = new.unflatten(0, (-1, at.columns)).transpose(1, 2)
+            else:
+                row, column, slot = at.real
+                slots[row, :, slot] = new if at.packed else new[row * at.columns + column]
+
+    def read(self, part: Placement) -> tuple[Tensor, Tensor]:
+        """Keys and values of a part's rows, (B, Hkv, extent, D) both."""
+        rows = slice(part.first_row, part.first_row + len(part.starts))
+        return self.keys[rows, :, : part.extent], self.values[rows, :, : part.extent]
 
 
 class KVCache:
     """Preallocated keys and values for `batch_size` rows of up to `max_seq_len` tokens.
 
-    `keys` and `values` are (n_layers, B, Hkv, S, D). `dtype` must be the model's activations' dtype. A pass reads as many slots
-    as its longest row needs, rounded up to a multiple of `read_slots`.
+    `keys` and `values` are (n_layers, B, Hkv, S, D). `dtype` must be the model's activations' dtype.
     Raises ValueError when a size is below 1.
     """
 
@@ -125,11 +154,9 @@ class KVCache:
         max_seq_len: int,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-        read_slots: int = 1,
     ) -> None:
         if batch_size < 1 or max_seq_len < 1:
             raise ValueError(f"a cache needs at least 1 row and 1 slot, not {batch_size} and {max_seq_len}")
-        self.read_slots = read_slots
         self._allocate(config.n_layers, batch_size, config.n_kv_heads, max_seq_len, config.head_dim, device, dtype)
 
     def _allocate(self, *shape_and_place: object) -> None:
@@ -179,7 +206,7 @@ class KVCache:
     def device(self) -> torch.device:
         return self.keys.device
 
-    def place(self, columns: int, counts: Sequence[int] | Tensor | None = None) -> Placement:
+    def place(self, columns: int, counts: Sequence[int] | Tensor | None = None, exact: bool = False) -> Placement:
         """Plan a pass of `columns` new tokens per row, of which the first counts[b] are real (all, if not given).
 
         Raises ValueError when counts do not fit the batch, or when a row would outgrow its slots.
@@ -192,9 +219,10 @@ class KVCache:
                     f"make it larger, or resize({length + count})"
                 )
         extent = max(1, max(length + count for length, count in zip(self._lengths, real, strict=True)))
-        extent = min(self.max_seq_len, -(-extent // self.read_slots) * self.read_slots)
+        if exact:
+            extent = min(self.max_seq_len, _up(extent, EXACT_SLOTS))
         self._uncover(extent)
-        return Placement(tuple(self._lengths), real, tuple(self._longest), columns, extent, self.device)
+        return Placement(tuple(self._lengths), real, tuple(self._longest), columns, extent, self.device, exact)
 
     def _uncover(self, extent: int) -> None:
         """Zero slots, a block at a time, before a pass first reads that far.
@@ -203,7 +231,7 @@ class KVCache:
         NaN, and a huge key overflows before the mask reaches it: so what memory held before never comes into view.
         """
         if extent > self._clean:
-            end = min(self.max_seq_len, -(-extent // BLOCK) * BLOCK)
+            end = min(self.max_seq_len, _up(extent, BLOCK))
             self.keys[:, :, :, self._clean : end] = 0
             self.values[:, :, :, self._clean : end] = 0
             self._clean = end
@@ -300,6 +328,17 @@ def fresh(batch_size: int, columns: int, counts: Sequence[int] | Tensor | None, 
     real = _counts(counts, batch_size, columns)
     nothing = (0,) * batch_size
     return Placement(nothing, real, nothing, columns, columns, device)
+
+
+def _up(n: int, step: int) -> int:
+    """The next multiple of `step`."""
+    return -(-n // step) * step
+
+
+def of_documents(documents: Tensor) -> Placement:
+    """The placement that makes a row of each run of equal numbers in documents (B, T), row after row."""
+    counts = [len(list(run)) for row in documents.tolist() for _, run in groupby(row)]
+    return fresh(len(counts), max(counts), counts, documents.device)
 
 
 def _scalar(value: object) -> bool:

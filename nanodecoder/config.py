@@ -90,6 +90,7 @@ class ModelConfig:
     learned_positions: bool = False  # a table of max_seq_len vectors, added to the embeddings
     position_offset: int = 0  # rows of that table before the one of position 0
     windows: int | tuple[int | None, ...] | None = None  # sliding window, counting the query itself; None sees everything
+    sparse_stride: int | None = None  # beyond the window, every k-th token back from the query is seen too
 
     # Norms
     norm: str = "rms"  # or "layer": with mean and bias
@@ -155,6 +156,11 @@ class ModelConfig:
         for window in self.windows:
             if window is not None and not 1 <= window <= LARGEST:
                 raise ValueError(f"a window must be at least 1 token (it counts the query itself), not {window}")
+        if self.sparse_stride is not None:
+            if self.sparse_stride < 1:
+                raise ValueError(f"sparse_stride must be at least 1, or None, not {self.sparse_stride}")
+            if not any(self.windows):
+                raise ValueError("sparse_stride adds distant tokens to a window, and no layer has one: give windows")
         for rope in set(self.rope) - {None}:
             turning = rope.turning(self.head_dim)
             if turning < (4 if rope.kind == "dynamic" else 2) or turning % 2:

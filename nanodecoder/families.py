@@ -29,6 +29,7 @@ from .parts import (
     Maybe,
     Name,
     Only,
+    Own,
     Part,
     RootOfDim,
     Rope,
@@ -215,6 +216,8 @@ GEMMA_CAPS = (
 )
 GEMMA3_WINDOWS = WindowsByLayer(4096, all_but_every_nth)
 LAYER_NORM = Always(norm="layer", gated=False)
+
+OWN = "nanodecoder"
 
 ENTRIES = (
     Family(
@@ -532,6 +535,12 @@ ENTRIES = (
         names=LLAMA_NAMES,
         bos_id=0,
         eos_id=0,
+    ),
+    Family(
+        OWN,  # what we train and none of the others can say
+        "NanodecoderForCausalLM",
+        parts=(Own(),),
+        names=tuple(Name(name, name) for name in ("embed", "positions", "blocks.N", "norm", "lm_head")),
     ),
 )
 FAMILIES = {family.model_type: family for family in ENTRIES}

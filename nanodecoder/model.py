@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .attention import PATHS, Attention, Sight, sight
-from .cache import KVCache, LayerCache, Placement, fresh
+from .attention import PATHS, Attention, Sight, sights
+from .cache import KVCache, LayerCache, Placement, fresh, of_documents
 from .config import GenerationConfig, ModelConfig
 from .layers import FeedForward, Linear, make_norm, soft_cap
 from .rope import Turn, angles
@@ -38,12 +38,20 @@ class Block(nn.Module):
         self.ffn = FeedForward(config)
         self.ffn_post_norm = make_norm(config, config.dim, config.post_norm)
         self.parallel = config.parallel
+        self.dropout = nn.Dropout(0.0)  # training turns it up
 
-    def forward(self, x: Tensor, turn: Turn | None, see: Sight, cache: LayerCache | None = None, path: str = "fused") -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        turn: Turn | None,
+        sights: Sequence[Sight],
+        cache: LayerCache | None = None,
+        path: str = "fused",
+    ) -> Tensor:
         """x (B, T, dim) -> (B, T, dim); the other arguments are attention's."""
-        looked = x + self.attn_post_norm(self.attn(self.attn_norm(x), turn, see, cache, path))
+        looked = x + self.dropout(self.attn_post_norm(self.attn(self.attn_norm(x), turn, sights, cache, path)))
         source = x if self.parallel else looked
-        return looked + self.ffn_post_norm(self.ffn(self.ffn_norm(source)))
+        return looked + self.dropout(self.ffn_post_norm(self.ffn(self.ffn_norm(source))))
 
 
 class Decoder(nn.Module):
@@ -63,6 +71,7 @@ class Decoder(nn.Module):
         self.embed = _table(config.vocab_size, config.dim)
         rows = config.max_seq_len + config.position_offset
         self.positions = _table(rows, config.dim) if config.learned_positions else None
+        self.dropout = nn.Dropout(0.0)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = make_norm(config, config.dim)
         self.lm_head = Linear(config.dim, config.vocab_size, bias=False)
@@ -81,14 +90,22 @@ class Decoder(nn.Module):
         """What the weights and the stream are made of."""
         return self.embed.weight.dtype
 
-    def forward(self, tokens: Tensor, cache: KVCache | None = None, *, counts: Sequence[int] | Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        *,
+        counts: Sequence[int] | Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         """tokens (B, T) int64 -> logits (B, T, V), in the model's dtype.
 
         With a `cache` the tokens continue what its rows hold, and are added to it. `counts` (B,) says how many of the T
-        tokens are real, row by row, from the left; logits at the others mean nothing.
-        Raises ValueError when tokens, counts and cache do not fit each other.
+        tokens are real, row by row, from the left; logits at the others mean nothing. `documents` (B, T) numbers the tokens'
+        documents: each run of one number is as if it were alone, its positions counted from 0.
+        Raises ValueError when tokens, counts, documents and cache do not fit each other.
         """
-        return self.head(self.trunk(tokens, cache, counts=counts))
+        return self.head(self.trunk(tokens, cache, counts=counts, documents=documents))
 
     def trunk(
         self,
@@ -96,6 +113,7 @@ class Decoder(nn.Module):
         cache: KVCache | None = None,
         *,
         counts: Sequence[int] | Tensor | None = None,
+        documents: Tensor | None = None,
         exact: bool = False,
     ) -> Tensor:
         """Everything up to the final norm. tokens (B, T) int64 -> (B, T, dim)
@@ -105,15 +123,20 @@ class Decoder(nn.Module):
         """
         config = self.config
         self._check(tokens, cache)
-        at = cache.place(tokens.shape[1], counts) if cache is not None else fresh(*tokens.shape, counts, tokens.device)
+        if documents is not None:
+            if documents.shape != tokens.shape or cache is not None or counts is not None:
+                raise ValueError("documents must be of the shape of tokens, and can go neither with a cache nor with counts")
+            at = of_documents(documents)
+            x = self.trunk(at.unpack(tokens.reshape(1, -1)), counts=at.counts)  # a row for each
+            return at.pack(x).view(*tokens.shape, -1)
+        at = cache.place(tokens.shape[1], counts, exact) if cache is not None else fresh(*tokens.shape, counts, tokens.device)
         self._check_positions(at, cache)
         layers = cache.layers(at) if cache is not None else [None] * config.n_layers
         path = "explicit" if config.attn_softcap else self.attention
 
         # Computed once per pass, shared by the layers that agree on them.
         turns = [rope and angles(at.positions, rope, config.head_dim, at.lengths, self.dtype) for rope in self.ropes]
-        sights = {window: sight(at, window, path, exact) for window in set(config.windows)}
-        packed = sights[config.windows[0]].packed
+        seen = {window: sights(at, window, path, config.sparse_stride) for window in set(config.windows)}
 
         x = self.embed(tokens)
         if config.embed_scale != 1:
@@ -121,14 +144,16 @@ class Decoder(nn.Module):
             x = x * torch.tensor(config.embed_scale, dtype=x.dtype, device=x.device)
         if self.positions is not None:
             x = x + self.positions(at.positions + config.position_offset)
-        if packed is not None:
-            x = packed.pack(x)  # (1, N, dim)
+        x = self.dropout(x)
+        if at.packed:
+            x = at.pack(x)  # (1, N, dim)
+            turns = [turn and tuple(map(at.pack, turn)) for turn in turns]
         for block, rope, window, layer in zip(self.blocks, self.rope_of_layer, config.windows, layers, strict=True):
-            x = block(x, turns[rope], sights[window], layer, path)
+            x = block(x, turns[rope], seen[window], layer, path)
         if cache is not None:
             cache.advance(at)
         x = self.norm(x)
-        return x if packed is None else packed.unpack(x)
+        return at.unpack(x) if at.packed else x
 
     def head(self, x: Tensor) -> Tensor:
         """(…, dim) out of the trunk -> logits (…, V)"""

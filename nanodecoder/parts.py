@@ -6,7 +6,9 @@ unless it is listed here as harmless. A layout says how one or several of our pa
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import typing
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -470,6 +472,50 @@ class RopeInSomeLayers(Rope):
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         return {**super().write(config), "no_rope_layers": [int(rope is not None) for rope in config.rope]}
+
+
+# ---- our own dialect
+
+
+class Own(Part):
+    """Every option of ModelConfig under its own name: for models that no one else's config.json can say."""
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        options = Layers("n_layers").read(fields) | _plain(ModelConfig, fields)
+        ropes = fields.take("rope", list)
+        windows = fields.take("windows", list)
+        try:
+            inner = [rope and Fields(rope, f"{fields.where}, rope") for rope in ropes]
+            options["rope"] = tuple(
+                rope and RopeConfig(**_plain(RopeConfig, rope), **{key: _numbers(rope, key) for key in FACTORS})
+                for rope in inner
+            )
+        except (ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{fields.where}: 'rope' cannot be read ({error})") from None
+        if not all(window is None or type(window) is int for window in windows):
+            raise CheckpointError(f"{fields.where}: 'windows' must hold whole numbers and nulls, not {short(windows)}")
+        return options | {"windows": tuple(windows)}
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        options = dataclasses.asdict(config)
+        del options["model_type"]
+        ropes = [rope and {k: list(v) if isinstance(v, tuple) else v for k, v in rope.items()} for rope in options["rope"]]
+        return options | {"rope": ropes, "windows": list(config.windows)}
+
+
+FACTORS = ("short_factors", "long_factors")
+
+
+def _plain(of: type, fields: Fields) -> dict[str, Any]:
+    """The options of a dataclass that are numbers, words or flags, under their own names."""
+    hints, found = typing.get_type_hints(of), {}
+    for option in dataclasses.fields(of):
+        hint, name = hints[option.name], option.name
+        kinds = [kind for kind in typing.get_args(hint) or (hint,) if kind in (int, float, bool, str)]
+        if len(kinds) == 1 and name not in ("rope", "windows", "model_type", *FACTORS):
+            value = fields.take(name, kinds[0], REQUIRED if option.default is dataclasses.MISSING else None)
+            found |= {} if value is None else {name: value}
+    return found
 
 
 # ---- windows

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .config import RopeConfig
 
-Turn = tuple[Tensor, Tensor]  # cosine and sine of every position's angles, (B, 1, T, R/2) both
+Turn = tuple[Tensor, Tensor]  # cosine and sine of every position's angles, (B, T, 1, R/2) both
 
 
 @lru_cache(maxsize=256)
@@ -78,19 +78,19 @@ def angles(positions: Tensor, rope: RopeConfig, head_dim: int, lengths: Sequence
     """Cosine and sine of every position's turn, for all layers of one pass.
 
     positions (B, T) int64; lengths (B,): how long each row is with this pass, which some kinds of stretching go by.
-    -> two tensors (B, 1, T, R/2), computed in float32 and cast to `dtype` once at the end: in bfloat16 the positions 256
+    -> two tensors (B, T, 1, R/2), computed in float32 and cast to `dtype` once at the end: in bfloat16 the positions 256
     and 257 would be the same number.
     """
     rows = [frequencies(rope, head_dim, length) for length in (lengths if rope.depends_on_length() else lengths[:1])]
     per_position = torch.tensor(rows, dtype=torch.float32, device=positions.device)  # (B or 1, R/2)
-    turn = positions[:, None, :, None].float() * per_position[:, None, None]  # (B, 1, T, R/2)
+    turn = positions[:, :, None, None].float() * per_position[:, None, None]  # (B, T, 1, R/2)
     return (turn.cos() * rope.attention_factor).to(dtype), (turn.sin() * rope.attention_factor).to(dtype)
 
 
 def rotate(x: Tensor, turn: Turn) -> Tensor:
     """Turn each pair (i, i + R/2) of x by its angle; features from R on pass as they are.
 
-    x (B, H, T, D). Afterwards a query and a key meet at an angle that depends only on the distance of their positions.
+    x (B, T, H, D). Afterwards a query and a key meet at an angle that depends only on the distance of their positions.
     """
     cos, sin = turn
     turning = 2 * cos.shape[-1]

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from . import cli
 from .against import against_transformers, load_theirs
-from .attention import EXACT_SLOTS
-from .cache import KVCache
+from .cache import EXACT_SLOTS, KVCache
 from .checkpoint import DTYPES, load_model
 from .cli import UsageError, option
 from .completion import complete

@@ -23,11 +23,13 @@ def attention_options(draw: st.DrawFn) -> dict[str, Any]:
     n_kv_heads = draw(st.sampled_from([1, 2, 3]))
     groups = draw(st.sampled_from([1, 2, 3]))
     window = st.one_of(st.none(), st.integers(1, 16))
+    windows = tuple(draw(st.lists(window, min_size=2, max_size=2)))
     return {
         "n_heads": n_kv_heads * groups,
         "n_kv_heads": n_kv_heads,
         "head_dim": draw(st.sampled_from([4, 8])),
-        "windows": tuple(draw(st.lists(window, min_size=2, max_size=2))),
+        "windows": windows,
+        "sparse_stride": draw(st.one_of(st.none(), st.integers(1, 4))) if any(windows) else None,
         "qk_norm": draw(st.sampled_from([None, "head", "all"])),
         "qkv_bias": draw(st.booleans()),
     }

@@ -20,7 +20,8 @@ def entries(start: int, count: int, rows: int = 1) -> torch.Tensor:
 def append(cache: KVCache, start: int, count: int) -> None:
     at = cache.place(count)
     for number, layer in enumerate(cache.layers(at)):
-        layer.extend(entries(start, count) + 1e5 * number, -entries(start, count) - 1e5 * number)
+        new = (entries(start, count) + 1e5 * number).transpose(1, 2).flatten(0, 1)
+        layer.write(new, -new)
     cache.advance(at)
 
 
@@ -180,9 +181,9 @@ def marked(cache: KVCache, lengths: list[int]) -> None:
     columns = max(lengths)
     at = cache.place(columns, lengths)
     for layer in cache.layers(at):
-        k = torch.tensor([[row + slot / 100 for slot in range(columns)] for row in range(len(lengths))])
-        k = k[:, None, :, None].expand(-1, cache.keys.shape[2], -1, cache.keys.shape[4])
-        layer.extend(k, k)
+        k = torch.tensor([row + slot / 100 for row, length in enumerate(lengths) for slot in range(length)])
+        k = k[:, None, None].expand(-1, cache.keys.shape[2], cache.keys.shape[4])
+        layer.write(k, k)
     cache.advance(at)
 
 
@@ -226,7 +227,7 @@ def test_a_row_of_another_cache_is_adopted_with_all_it_holds():
         many.adopt(0, one, 0)
 
 
-def test_a_pass_may_read_slots_in_blocks():
-    cache = KVCache(tiny_config(), 2, 40, read_slots=16)
-    assert [cache.place(columns).extent for columns in (1, 16, 17, 33)] == [16, 16, 32, 40]
-    assert cache.keys[:, :, :, :40].abs().max() == 0  # and all that is read was zeroed
+def test_an_exact_pass_reads_slots_in_blocks():
+    cache = KVCache(tiny_config(), 2, 600)
+    assert [cache.place(columns, exact=True).extent for columns in (1, 256, 257, 513)] == [256, 256, 512, 600]
+    assert cache.keys.abs().max() == 0  # and all that is read was zeroed

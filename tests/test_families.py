@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -355,10 +356,29 @@ def test_a_dialect_is_kept_where_it_can_say_the_model():
     assert write_config(with_bias)[1]["model_type"] == "qwen2"
 
 
-def test_what_no_dialect_can_say_is_refused():
-    for config in (tiny_config(qk_norm="head", ffn_bias=True), tiny_config(rope=(RopeConfig(), RopeConfig(theta=5.0)))):
-        with pytest.raises(CheckpointError, match="no family of Hugging Face's can say all of this model"):
-            write_config(config)
+LONG = RopeConfig(kind="longrope", original_max_seq_len=64, short_factors=(1.0,) * 8, long_factors=(2.0,) * 8)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"qk_norm": "head", "ffn_bias": True},
+        {"rope": (RopeConfig(), RopeConfig(theta=5.0))},
+        {"rope": (None, LONG), "pre_norm": False, "norm": "layer", "activation": "relu", "gated": False},
+        {"windows": (None, 7), "sparse_stride": 3, "attn_scale": 0.3, "final_softcap": 20.0, "learned_positions": True},
+    ],
+)
+def test_what_nobody_elses_dialect_can_say_is_said_in_ours(options):
+    config = tiny_config(**options)
+    family, raw = write_config(config)
+    assert family.model_type == raw["model_type"] == "nanodecoder"
+    raw = json.loads(json.dumps(raw))
+    assert family.read(raw, "config.json") == config
+    for wrong in ({"dim": "wide"}, {"rope": [{"theta": "x"}, None]}, {"rope": 5}, {"windows": ["a", None]}, {"heads": 4}):
+        with pytest.raises(CheckpointError):
+            family.read(raw | wrong, "config.json")
+    with pytest.raises(CheckpointError):
+        family.read({key: value for key, value in raw.items() if key != "n_heads"}, "config.json")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ FOLDERS = sorted(path.parent.name for path in FIXTURES.glob("*/expected.safetens
 
 def test_there_are_fixtures_for_every_family():
     kinds = {nd.load_model(FIXTURES / name).config.model_type for name in FOLDERS}
-    assert kinds == set(nd.families.FAMILIES)
+    assert kinds == set(nd.families.FAMILIES) - {"nanodecoder"}  # which transformers does not know
 
 
 @pytest.mark.parametrize("path", ["fused", "explicit"])

@@ -52,6 +52,26 @@ def test_padding_on_the_right_changes_nothing_without_a_cache_either(path):
     torch.testing.assert_close(padded[1, :3], model(x[1:, :3])[0], **CLOSE)
 
 
+@given(options=attention_options(), sizes=st.tuples(splits(12), splits(12)), learned=st.booleans())
+def test_documents_in_one_row_are_each_as_if_alone(options, sizes, learned):
+    model, x = tiny_model(**options, learned_positions=learned), tokens(2)
+    numbers = torch.tensor([[n for n, size in enumerate(row) for _ in range(size)] for row in sizes])
+    together = model(x, documents=numbers)
+    alone = [torch.cat([model(piece) for piece in x[b : b + 1].split(row, 1)], 1) for b, row in enumerate(sizes)]
+    torch.testing.assert_close(together, torch.cat(alone), **CLOSE)
+
+
+def test_documents_go_without_a_cache_and_in_the_shape_of_the_tokens():
+    model, x = tiny_model(), tokens()
+    for wrong in (
+        {"documents": torch.zeros(1, 5)},
+        {"documents": x, "counts": [3]},
+        {"documents": x, "cache": KVCache(model.config, 1, 12)},
+    ):
+        with pytest.raises(ValueError, match="documents must be of the shape of tokens"):
+            model(x, **wrong)
+
+
 @PATHS
 def test_changing_a_token_moves_no_earlier_logit(path):
     model, x = tiny_model(), tokens()

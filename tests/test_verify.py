@@ -93,13 +93,13 @@ def test_a_cache_that_forgets_is_found_with_the_first_token_that_changed(monkeyp
     """Planted: with more than one row, the cache drops what the first slot held."""
     from nanodecoder.cache import LayerCache
 
-    real = LayerCache.extend
+    real = LayerCache.read
 
-    def forgets(self, k, v):
-        keys, values = real(self, k, v)
-        return (keys.clone().index_fill_(2, torch.tensor([0]), 0), values) if len(keys) > 1 else (keys, values)
+    def forgets(self, part):
+        keys, values = real(self, part)
+        return (keys.clone().index_fill_(2, torch.tensor([0]), 0), values) if len(self.keys) > 1 else (keys, values)
 
-    monkeypatch.setattr(LayerCache, "extend", forgets)
+    monkeypatch.setattr(LayerCache, "read", forgets)
     with pytest.raises(nd.CheckpointError, match=r"in one ragged batch: \d+ of 18 tokens changed, first in text \d at"):
         verify.main(["--ckpt", str(stories), "--device", "cpu", "-n", "6", "--max_tokens", "20"])
 
@@ -139,8 +139,8 @@ def test_a_small_mistake_that_changes_no_token_fails_by_its_size(monkeypatch, ca
     """Planted: in a batch, values are a thousandth too large."""
     from nanodecoder.cache import LayerCache
 
-    real = LayerCache.extend
-    monkeypatch.setattr(LayerCache, "extend", lambda self, k, v: real(self, k, v * (1.001 if len(k) == 3 else 1.0)))
+    real = LayerCache.write
+    monkeypatch.setattr(LayerCache, "write", lambda self, k, v: real(self, k, v * (1.001 if len(self.keys) == 3 else 1.0)))
     with pytest.raises(nd.CheckpointError, match=r"in one ragged batch: logits apart by .*, which is more than rounding"):
         verify.main(["--ckpt", str(stories), "--device", "cpu", "-n", "3", "--max_tokens", "20"])
 
