@@ -19,7 +19,7 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -41,13 +41,17 @@ def option(default: Any, help: str, *, names: Sequence[str] = (), choices: Seque
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def parse(options: type[T], argv: Sequence[str], prog: str, description: str) -> T:
-    """The command line as an instance of `options`. Raises UsageError, naming the nearest flag for one that is unknown."""
+def parse(options: type[T], argv: Sequence[str], prog: str, description: str, defaults: Mapping[str, Any] | None = None) -> T:
+    """The command line as an instance of `options`, whose own defaults give way to `defaults`.
+
+    Raises UsageError, naming the nearest flag for one that is unknown.
+    """
     parser = _Parser(prog=prog, description=description, allow_abbrev=False)
     hints = typing.get_type_hints(options)
     flags: list[str] = []
     for field in dataclasses.fields(options):
         flags += _add(parser, field, hints[field.name])
+    parser.set_defaults(**(defaults or {}))
     known, unknown = parser.parse_known_args([_underscored(word, flags) for word in argv])
     if unknown:
         word = unknown[0].split("=")[0]

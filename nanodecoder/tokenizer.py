@@ -46,8 +46,8 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
 
         # Where nobody names it, BOS is what the template puts before a text.
-        probe = core.encode("a", add_special_tokens=False).ids
-        before = core.encode("a", add_special_tokens=True).ids[: -len(probe) or None]
+        text, probe = _encodable(core)
+        before = core.encode(text, add_special_tokens=True).ids[: -len(probe) or None]
         by_template = before[0] if probe and before and before[0] in self._special_ids else None
         # null there means none, whatever config.json says of ids
         self.bos_id: int | None = self._id_of(settings["bos_token"]) if "bos_token" in settings else by_template
@@ -120,10 +120,24 @@ class Tokenizer:
         characters.
         """
         self._core.encode_special_tokens = not special
-        ids = [*self._before, *self._core.encode(text, add_special_tokens=True).ids, *self._after]
+        try:
+            ids = [*self._before, *self._core.encode(text, add_special_tokens=True).ids, *self._after]
+        except Exception as error:  # the library raises nothing more special
+            raise ValueError(self._unknown(text, error)) from None
         if self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]:
             del ids[0]  # the text, a rendered chat template for instance, had brought its own
         return ids
+
+    def _unknown(self, text: str, error: Exception) -> str:
+        """Why a text has no ids: the first character without one, as far as that can be told."""
+        normal = self._core.normalizer.normalize_str(text) if self._core.normalizer else text
+        unknown = next((c for c in normal if self._core.token_to_id(c) is None), None)
+        if unknown is None:
+            return f"the tokenizer cannot encode this text ({error})"
+        return (
+            f"the tokenizer has no id for {unknown!r} (U+{ord(unknown):04X}), character {normal.index(unknown)} of the text: "
+            "leave it out, or use a tokenizer that knows it"
+        )
 
     # ---- chats
 
@@ -295,6 +309,16 @@ class Stream:
         cut = next((i for i in starts if any(stop.startswith(text[i:]) for stop in self._stop)), len(text))
         self._held = text[cut:]
         return text[:cut]
+
+
+def _encodable(core: tokenizers.Tokenizer) -> tuple[str, list[int]]:
+    """Some text that has ids, and them. A tokenizer of one text's characters may know no letter "a"."""
+    for text in ("a", *sorted(core.get_vocab(), key=len)):
+        try:
+            return text, core.encode(text, add_special_tokens=False).ids
+        except Exception:  # the library raises nothing more special
+            continue
+    return "", []
 
 
 def _add_tokens(core: tokenizers.Tokenizer, folder: Path, settings: dict[str, Any]) -> None:

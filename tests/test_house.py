@@ -52,6 +52,23 @@ def test_a_file_imports_only_from_files_above_it(name):
     assert imported(name) <= set(ORDER[: ORDER.index(name)])
 
 
+TRAINING = ["vocabulary", "data", "optim", "parallel", "settings", "record", "state", "loop"]
+
+
+def test_training_has_a_reading_order_of_its_own():
+    """Its files import from the house and from training files above them; nothing in the house imports training."""
+    folder = ROOT / "nanodecoder" / "training"
+    assert {path.stem for path in folder.glob("*.py")} - {"__init__"} == set(TRAINING)
+    for name in TRAINING:
+        nodes = [n for n in ast.walk(ast.parse((folder / f"{name}.py").read_text())) if isinstance(n, ast.ImportFrom)]
+        above = {n.module or alias.name for n in nodes if n.level == 1 for alias in n.names}
+        assert above <= set(TRAINING[: TRAINING.index(name)])
+    for path in (ROOT / "nanodecoder").glob("*.py"):
+        assert "training" not in {
+            (n.module or "").split(".")[0] for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)
+        }
+
+
 def test_families_know_the_config_only():
     assert imported("families") | imported("parts") == {"config", "parts"}
 

@@ -1,0 +1,13 @@
+"""Training: any small text to a model that can be sampled.
+
+    from nanodecoder.training import TrainConfig, train
+    result = train(TrainConfig(data="my.txt", max_iters=500))
+
+In reading order: vocabulary (tokenizers made from a text), data (text to batches), optim (who is updated how, and how fast),
+parallel (several processes), settings (what a run is), record (its figures), state (what resuming needs), loop (`train`).
+"""
+
+from .loop import Result, train
+from .settings import TrainConfig
+
+__all__ = ["Result", "TrainConfig", "train"]
