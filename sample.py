@@ -159,7 +159,7 @@ def usage() -> Iterator[None]:
 
 def load(options: Options, notice: Callable[[str], None]) -> Setup:
     if options.ckpt is None and not BUNDLED.is_dir():
-        raise UsageError("no model is bundled yet: give a checkpoint folder, --ckpt DIR")
+        raise UsageError(f"the bundled model is not at {BUNDLED}: give a checkpoint folder, --ckpt DIR")
     device = cli.choose_device(options.device)
     ckpt = BUNDLED if options.ckpt is None else options.ckpt
     if options.offline and is_hub_name(ckpt):

@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_config, tiny_model, tokens
 
 import nanodecoder as nd
+from nanodecoder.training import TrainConfig
+from nanodecoder.training.settings import check, from_toml
 
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")), "weights/README.md"]
 
@@ -30,6 +32,7 @@ def blocks(kind: str) -> list[tuple[str, str]]:
 
 
 COMMANDS = [(page, line.split("  #")[0].strip()) for page, block in blocks("sh") for line in block.splitlines() if line.strip()]
+RUN = dict.fromkeys(line for _, line in COMMANDS if line.startswith(("python sample.py", "python train.py", "python -m nano")))
 
 
 @pytest.fixture
@@ -38,8 +41,9 @@ def desk(tmp_path, stories) -> Path:
     model = MODELS / "smollm2"
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "smollm2").symlink_to(model if (model / "config.json").is_file() else stories)
-    for name in ("sample.py", "nanodecoder", "tests"):
+    for name in ("sample.py", "train.py", "nanodecoder", "tests", "weights", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "my.txt").write_text("Once upon a time there was a text.\nIt was short, but it was mine.\n" * 60)
     return tmp_path
 
 
@@ -49,13 +53,16 @@ def run(desk: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [line for _, line in COMMANDS if line.startswith(("python sample.py", "python -m"))])
+@pytest.mark.parametrize("command", RUN)
 def test_a_command_writes_what_it_should(desk, command):
     if "--against transformers" in command:
         pytest.importorskip("transformers", reason="the parity extra is not installed")
-    done = run(desk, sys.executable, *shlex.split(command)[1:])
+    if "--ckpt out/my" in command:
+        assert run(desk, sys.executable, "train.py", "--data", "my.txt", "--max_iters", "2").returncode == 0
+    # Three seconds show as well as three minutes that it works
+    done = run(desk, sys.executable, *shlex.split(command.replace("--max_time 180", "--max_time 3"))[1:])
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    assert done.stdout.strip() or "train.py" in command
     assert "sample.py" not in command or "forward passes" in done.stderr
     assert "compare_cache" not in command or "positions computed" in done.stderr
 
@@ -65,7 +72,10 @@ def test_every_command_is_known_and_its_files_are_there():
     for page, line in COMMANDS:
         words = shlex.split(line)
         if words[:2] == ["python", "-m"]:
-            assert words[2] in ("nanodecoder", "bench.load", "bench.batch", "bench.exact", "bench.startup"), (page, line)
+            assert words[2] in ("nanodecoder", "bench.load", "bench.batch", "bench.exact", "bench.startup", "bench.train"), (
+                page,
+                line,
+            )
         elif words[0] == "python":
             assert (ROOT / words[1]).is_file(), (page, line)
         else:
@@ -73,6 +83,11 @@ def test_every_command_is_known_and_its_files_are_there():
     for page in PAGES:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", (ROOT / page).read_text()):
             assert (ROOT / page).parent.joinpath(target).exists(), (page, target)
+
+
+def test_the_recipes_are_configurations():
+    for path in (ROOT / "docs" / "recipes").glob("*.toml"):
+        check(TrainConfig(**from_toml(path), data="a.txt"))
 
 
 def test_the_download_command_has_the_options_that_are_used():
