@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .cache import EXACT_SLOTS, KVCache
+from .cache import EXACT_SLOTS, KVCache, round_up
 from .model import Decoder
 
 
@@ -190,7 +190,7 @@ class Blocks(Passes):
         cache = self._cache(1, len(row.ids))
         columns = self.COLUMNS
         if any(rope is not None and rope.depends_on_length() for rope in self.model.ropes):
-            columns = _up(len(row.ids), columns)  # angles go by the whole prompt's length, so it is fed whole
+            columns = round_up(len(row.ids), columns)  # angles go by the whole prompt's length, so it is fed whole
         for start in range(0, len(row.ids), columns):
             chunk = row.ids[start : start + columns]
             tokens = torch.tensor([[*chunk, *[0] * (columns - len(chunk))]], device=self.model.device)
@@ -209,7 +209,7 @@ class Blocks(Passes):
             self.prompts[row] = len(row.ids)
         cache, place = self._place(row)
         if row.slots > cache.max_seq_len:
-            cache.resize(_up(row.slots))
+            cache.resize(round_up(row.slots, EXACT_SLOTS))
         cache.adopt(place, prefilled, 0)
 
     def _decode(self, cache: KVCache, seats: Sequence[Row | None]) -> Tensor:
@@ -223,9 +223,4 @@ class Blocks(Passes):
 
     def _cache(self, rows: int, slots: int) -> KVCache:
         model = self.model
-        return KVCache(model.config, rows, _up(slots), device=model.device, dtype=model.dtype)
-
-
-def _up(n: int, step: int = EXACT_SLOTS) -> int:
-    """The next multiple of `step`."""
-    return -(-n // step) * step
+        return KVCache(model.config, rows, round_up(slots, EXACT_SLOTS), device=model.device, dtype=model.dtype)

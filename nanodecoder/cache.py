@@ -75,7 +75,7 @@ class Placement:
             columns = max(self.counts[rows]) if self.packed else self.columns
             extent = max(1, *self.lengths[rows])
             if self.exact:
-                extent = min(self.extent, _up(extent, EXACT_SLOTS))
+                extent = min(self.extent, round_up(extent, EXACT_SLOTS))
             if columns:
                 own = (self.starts[rows], self.counts[rows], self.longest[rows])
                 parts.append(Placement(*own, columns, extent, self.device, self.exact, first, token))
@@ -220,7 +220,7 @@ class KVCache:
                 )
         extent = max(1, max(length + count for length, count in zip(self._lengths, real, strict=True)))
         if exact:
-            extent = min(self.max_seq_len, _up(extent, EXACT_SLOTS))
+            extent = min(self.max_seq_len, round_up(extent, EXACT_SLOTS))
         self._uncover(extent)
         return Placement(tuple(self._lengths), real, tuple(self._longest), columns, extent, self.device, exact)
 
@@ -231,7 +231,7 @@ class KVCache:
         NaN, and a huge key overflows before the mask reaches it: so what memory held before never comes into view.
         """
         if extent > self._clean:
-            end = min(self.max_seq_len, _up(extent, BLOCK))
+            end = min(self.max_seq_len, round_up(extent, BLOCK))
             self.keys[:, :, :, self._clean : end] = 0
             self.values[:, :, :, self._clean : end] = 0
             self._clean = end
@@ -330,7 +330,7 @@ def fresh(batch_size: int, columns: int, counts: Sequence[int] | Tensor | None, 
     return Placement(nothing, real, nothing, columns, columns, device)
 
 
-def _up(n: int, step: int) -> int:
+def round_up(n: int, step: int) -> int:
     """The next multiple of `step`."""
     return -(-n // step) * step
 

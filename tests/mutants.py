@@ -158,7 +158,7 @@ MUTANTS = [
     Mutant("held tokens counted one too far", "batch", "if a != b), min(len(ids), len(others)))", "if a != b), min(len(ids), len(others))) + 1", "test_batch"),
     Mutant("a prompt wholly held is fed nothing", "batch", "n = min(n, len(row.ids) - 1)", "n = min(n, len(row.ids))", "test_batch"),
     Mutant("a prefix turned for another length is taken", "batch", "if n == 0 or self.model.must_begin_anew(n, self.cache.longest[place], len(row.ids)):", "if n == 0:", "test_batch"),
-    Mutant("exact attention over the batch's longest row", "cache", "extent = min(self.extent, _up(extent, EXACT_SLOTS))", "extent = self.extent", "test_batch"),
+    Mutant("exact attention over the batch's longest row", "cache", "extent = min(self.extent, round_up(extent, EXACT_SLOTS))", "extent = self.extent", "test_batch"),
     Mutant("exact passes of as many columns as there are", "batch", "tokens = torch.tensor([[*chunk, *[0] * (columns - len(chunk))]]", "tokens = torch.tensor([chunk]", "test_batch"),
     Mutant("exact passes of as many rows as there are", "batch", "ROWS, COLUMNS = 8, 64", "ROWS, COLUMNS = 3, 64", "test_batch"),
     # ---- sampling

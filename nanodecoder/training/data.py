@@ -17,6 +17,7 @@ import mmap
 import tempfile
 import unicodedata
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -231,19 +232,20 @@ class Batch:
         return Batch(self.tokens.to(device, non_blocking=True), self.targets.to(device, non_blocking=True), self.counts)
 
 
-class Split:
+class Split(ABC):
     """One half of the data, as numbered items: item i of epoch e is a row of inputs and targets."""
 
     def __init__(self, ids: np.ndarray) -> None:
         self.ids = ids
         self._order: tuple[tuple[int, int], np.ndarray] | None = None
 
+    @abstractmethod
     def __len__(self) -> int:
         """Items of one epoch."""
-        raise NotImplementedError
 
+    @abstractmethod
     def item(self, i: int, shift: int) -> tuple[np.ndarray, np.ndarray]:
-        raise NotImplementedError
+        """Inputs and targets of item i, two rows of one length."""
 
     def batch(self, numbers: Iterable[int], seed: int) -> Batch:
         """The items of these numbers, counted over all epochs; each epoch has its own order. (B, T)"""

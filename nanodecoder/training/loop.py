@@ -347,6 +347,7 @@ class Run:
             print(f"--- after step {self.progress['step']}\n{done[0].text}\n---", flush=True)
         except BrokenPipeError:  # whoever read along has gone: the run goes on
             self.config.sample_interval = 0
+            self._tell("nobody reads the samples any more: no further ones are written")
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     # ---- what is kept
