@@ -71,6 +71,7 @@ class Options:
     compare_cache: bool = option(False, "generate with the cache and without, and count and time both")
     repeats: int = option(3, "timed runs of each way in --compare_cache")
     exact: bool = option(False, "the same bits alone or among others, in passes of fixed shapes; slower")
+    compile: bool = option(False, "compile the step of one token: some seconds at first, then faster")
     attention: str = option("fused", "the kernel, or the formula written out", choices=PATHS)
     device: str = option("auto", "auto, cpu, cuda, cuda:1 or mps")
     dtype: str | None = option(None, "unset: float32, on CUDA the checkpoint's own", choices=("auto", *DTYPES))
@@ -131,7 +132,7 @@ def refuse_idle(options: Options) -> None:
     """Refuse options that would be ignored beside others, by name."""
     modes = {
         "chat": ("num_samples", "echo", "json", "compare_cache", "prompt_file", "max_prompt_tokens", "truncation_side"),
-        "compare_cache": ("num_samples", "echo", "json", "cache", "stop", "exact", "ignore_eos"),
+        "compare_cache": ("num_samples", "echo", "json", "cache", "stop", "exact", "ignore_eos", "compile"),
     }
     defaults = Options()
     for mode, others in modes.items():
@@ -231,7 +232,12 @@ def continue_prompts(setup: Setup, texts: Sequence[str], prompts: Sequence[list[
     rows = [ids for ids in prompts for _ in range(samples)]
     with usage():
         stepper = nd.Stepper(
-            setup.model, tokenizer=setup.tokenizer, sampler=setup.sampler, use_cache=options.cache, exact=options.exact
+            setup.model,
+            tokenizer=setup.tokenizer,
+            sampler=setup.sampler,
+            use_cache=options.cache,
+            exact=options.exact,
+            compile=options.compile,
         )
         for row, ids in enumerate(rows):
             stepper.add(ids, max_new_tokens=n, seed=setup.seed + row % samples, stop=options.stop or (), eos_ids=setup.eos_ids)
@@ -421,6 +427,7 @@ def chat(setup: Setup, turns: Sequence[str], out: Output) -> None:
             eos_ids=setup.eos_ids,
             exact=options.exact,
             use_cache=options.cache,
+            compile=options.compile,
         )
         talk.tokenizer.chat_text([*talk.messages, {"role": "user", "content": "?"}])  # does the template take this at all?
     typed = not turns

@@ -163,7 +163,7 @@ class Attention(nn.Module):
 
     def _part(self, q: Tensor, k: Tensor, v: Tensor, see: Sight, cache: LayerCache | None, path: str) -> Tensor:
         """A part's share of the whole pass: q (B · T, H, D), k, v (B · T, Hkv, D) -> (tokens of the part, H, D)"""
-        rows, columns, first = len(see.at.starts), see.at.columns, see.at.first_token
+        rows, columns, first = see.at.rows, see.at.columns, see.at.first_token
 
         def own(x: Tensor) -> Tensor:
             return x[first : first + rows * columns].unflatten(0, (rows, columns)).transpose(1, 2)

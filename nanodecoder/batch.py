@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .cache import EXACT_SLOTS, KVCache, round_up
+from .compiled import Compiled
 from .model import Decoder
 
 
@@ -67,8 +68,9 @@ class Together(Passes):
     that continues what the last rows held (the next turn of a chat) is fed only what is new.
     """
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Decoder, step: Compiled | None = None) -> None:
         super().__init__(model)
+        self.step = step  # takes the passes of one new token per row, if given
         self.rows: list[Row] = []  # whose tokens the cache holds, row by row: those of the last step
         self.cache: KVCache | None = None
 
@@ -77,13 +79,23 @@ class Together(Passes):
         leaders: dict[tuple[int, ...], Row] = {}
         follows = {row: leaders.setdefault(tuple(row.ids), row) for row in rows if row not in self.rows}
         computed = self._places([row for row in rows if follows.get(row, row) is row])
-        held = self._arrange(computed, max(row.slots for row in rows))
-        last = self._last([row.ids[n:] for row, n in zip(computed, held, strict=True)], self.cache)  # (B, dim)
+        # Keys and values that fill the whole cache are laid out as a case of their own, which would take another graph
+        spare = self.step is not None
+        held = self._arrange(computed, max(row.slots for row in rows) + spare)
+        logits = self._feed([row.ids[n:] for row, n in zip(computed, held, strict=True)])  # (B, V)
         if len(computed) < len(rows):
             self.rows = [*computed, *(row for row, leader in follows.items() if leader is not row)]
             self.cache.select([computed.index(follows.get(row, row)) for row in self.rows])
         place = {row: number for number, row in enumerate(computed)}
-        return self.model.head(last[[place[follows.get(row, row)] for row in rows]])
+        order = [place[follows.get(row, row)] for row in rows]
+        return logits if order == list(range(len(logits))) else logits[order]
+
+    def _feed(self, news: Sequence[Sequence[int]]) -> Tensor:
+        """Feed each row of the cache its new ids; -> the logits after the last one of each, (B, V)"""
+        if self.step is None or any(len(new) > 1 for new in news):
+            return self.model.head(self._last(news, self.cache))
+        self._count(len(news))
+        return self.step(torch.tensor(news, device=self.model.device), self.cache)
 
     def _places(self, rows: list[Row]) -> list[Row]:
         """An order of rows in which as many as can keep their places: the gaps that others left are filled from the end.

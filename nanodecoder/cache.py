@@ -47,6 +47,10 @@ class Placement:
     first_token: int = 0
 
     @property
+    def rows(self) -> int:
+        return len(self.starts)
+
+    @property
     def lengths(self) -> tuple[int, ...]:
         """(B,) how many tokens each row holds after the pass."""
         return tuple(start + count for start, count in zip(self.starts, self.counts, strict=True))

@@ -31,9 +31,11 @@ class Conversation:
         eos_ids: Sequence[int] | None = None,
         exact: bool = False,
         use_cache: bool = True,
+        compile: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
-        self.stepper = Stepper(model, tokenizer=tokenizer, sampler=sampler, exact=exact, use_cache=use_cache)
+        ways = {"exact": exact, "use_cache": use_cache, "compile": compile}
+        self.stepper = Stepper(model, tokenizer=tokenizer, sampler=sampler, **ways)
         self.messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
         self.reason: str | None = None
         self.ids: list[int] = []

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .batch import Anew, Blocks, Row, Together
+from .compiled import compiled
 from .config import Sampling
 from .model import Decoder
 from .sampler import Filter, Rows, Sampler, require_finite
@@ -78,7 +79,8 @@ class Stepper:
     `filters` are logits -> logits functions that come before it. With a `tokenizer` the steps carry text, prompts may be
     texts, and rows may stop at texts.
     With `use_cache=False` every step computes all positions anew: slower, and the same tokens. With `exact=True` passes have
-    fixed shapes: slower, and the logits' bits depend on the row alone (see `batch.Blocks`).
+    fixed shapes: slower, and the logits' bits depend on the row alone (see `batch.Blocks`). With `compile=True` the step of one
+    new token per row is compiled at its first call, which takes seconds, and is faster from then on (see `compiled`).
     """
 
     def __init__(
@@ -90,9 +92,13 @@ class Stepper:
         filters: Sequence[Filter] = (),
         use_cache: bool = True,
         exact: bool = False,
+        compile: bool = False,
         logprobs: bool = False,
         top_logprobs: int = 0,
     ) -> None:
+        if compile and (exact or not use_cache):
+            other = "exact=True" if exact else "use_cache=False"
+            raise ValueError(f"compile=True compiles the step through the cache, which {other} does not take: leave one out")
         if exact and not use_cache:
             raise ValueError("exact fixes the shapes of passes that fill a cache: it cannot go with use_cache=False")
         if not 0 <= top_logprobs <= model.config.vocab_size:
@@ -103,7 +109,8 @@ class Stepper:
         self.filters = tuple(filters)
         self.logprobs = logprobs
         self.top_logprobs = top_logprobs
-        self._passes = Blocks(model) if exact else Together(model) if use_cache else Anew(model)
+        step = compiled(model) if compile else None
+        self._passes = Blocks(model) if exact else Together(model, step) if use_cache else Anew(model)
         self._rows: list[_Row] = []
         self._added = 0
 
@@ -281,6 +288,7 @@ def generate(
     ignore_eos: bool = False,
     use_cache: bool = True,
     exact: bool = False,
+    compile: bool = False,
     logprobs: bool = False,
     top_logprobs: int = 0,
     **settings: Any,
@@ -312,6 +320,7 @@ def generate(
         filters=filters,
         use_cache=use_cache,
         exact=exact,
+        compile=compile,
         logprobs=logprobs,
         top_logprobs=top_logprobs,
     )

@@ -130,7 +130,7 @@ class Decoder(nn.Module):
             x = self.trunk(at.unpack(tokens.reshape(1, -1)), counts=at.counts)  # a row for each
             return at.pack(x).view(*tokens.shape, -1)
         at = cache.place(tokens.shape[1], counts, exact) if cache is not None else fresh(*tokens.shape, counts, tokens.device)
-        self._check_positions(at, cache)
+        self.check_positions(at, cache)
         layers = cache.layers(at) if cache is not None else [None] * config.n_layers
         path = "explicit" if config.attn_softcap else self.attention
 
@@ -138,13 +138,7 @@ class Decoder(nn.Module):
         turns = [rope and angles(at.positions, rope, config.head_dim, at.lengths, self.dtype) for rope in self.ropes]
         seen = {window: sights(at, window, path, config.sparse_stride) for window in set(config.windows)}
 
-        x = self.embed(tokens)
-        if config.embed_scale != 1:
-            # Rounded to the stream's dtype first, as the checkpoints that need it were trained
-            x = x * torch.tensor(config.embed_scale, dtype=x.dtype, device=x.device)
-        if self.positions is not None:
-            x = x + self.positions(at.positions + config.position_offset)
-        x = self.dropout(x)
+        x = self.enter(tokens, at.positions)
         if at.packed:
             x = at.pack(x)  # (1, N, dim)
             turns = [turn and tuple(map(at.pack, turn)) for turn in turns]
@@ -154,6 +148,16 @@ class Decoder(nn.Module):
             cache.advance(at)
         x = self.norm(x)
         return at.unpack(x) if at.packed else x
+
+    def enter(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """The stream's beginning: what each token is, and with learned positions where it stands. (B, T) -> (B, T, dim)"""
+        x = self.embed(tokens)
+        if self.config.embed_scale != 1:
+            # Rounded to the stream's dtype first, as the checkpoints that need it were trained
+            x = x * torch.tensor(self.config.embed_scale, dtype=x.dtype, device=x.device)
+        if self.positions is not None:
+            x = x + self.positions(positions + self.config.position_offset)
+        return self.dropout(x)
 
     def head(self, x: Tensor) -> Tensor:
         """(…, dim) out of the trunk -> logits (…, V)"""
@@ -171,8 +175,8 @@ class Decoder(nn.Module):
             if rope is not None
         )
 
-    def _check_positions(self, at: Placement, cache: KVCache | None) -> None:
-        """Refuse rows that reach positions which the model, or its keys in the cache, cannot have."""
+    def check_positions(self, at: Placement, cache: KVCache | None) -> None:
+        """Raise ValueError for rows that reach positions which the model, or its keys in the cache, cannot have."""
         limit = self.config.max_seq_len
         stretched = [rope for rope in self.ropes if rope is not None and rope.depends_on_length()] if cache is not None else []
         for row, (start, longest, length) in enumerate(zip(at.starts, at.longest, at.lengths, strict=True)):

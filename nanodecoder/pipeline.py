@@ -28,7 +28,9 @@ from .tokenizer import Tokenizer
 TASK = "text-generation"
 MAX_NEW_TOKENS, TEMPERATURE, TOP_K = 256, 0.7, 50  # what transformers 5.24 takes where neither caller nor checkpoint says
 OPTIONS = frozenset(
-    "max_new_tokens do_sample num_return_sequences batch_size return_full_text seed stop stop_ids use_cache exact".split()
+    (
+        "max_new_tokens do_sample num_return_sequences batch_size return_full_text seed stop stop_ids use_cache exact compile"
+    ).split()
 ) | {field.name for field in fields(Sampling)}
 NEEDLESS = {
     "attention_mask": "a row sees what it has filled, and nothing is padded, so there is nothing to mask",

@@ -81,10 +81,19 @@ def angles(positions: Tensor, rope: RopeConfig, head_dim: int, lengths: Sequence
     -> two tensors (B, T, 1, R/2), computed in float32 and cast to `dtype` once at the end: in bfloat16 the positions 256
     and 257 would be the same number.
     """
+    return turned_by(positions, per_position(rope, head_dim, lengths, positions.device), rope.attention_factor, dtype)
+
+
+def per_position(rope: RopeConfig, head_dim: int, lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Radians per position, (B or 1, R/2) float32: one row for all, unless they depend on the rows' lengths."""
     rows = [frequencies(rope, head_dim, length) for length in (lengths if rope.depends_on_length() else lengths[:1])]
-    per_position = torch.tensor(rows, dtype=torch.float32, device=positions.device)  # (B or 1, R/2)
-    turn = positions[:, :, None, None].float() * per_position[:, None, None]  # (B, T, 1, R/2)
-    return (turn.cos() * rope.attention_factor).to(dtype), (turn.sin() * rope.attention_factor).to(dtype)
+    return torch.tensor(rows, dtype=torch.float32, device=device)
+
+
+def turned_by(positions: Tensor, radians: Tensor, factor: float, dtype: torch.dtype) -> Turn:
+    """The arithmetic of `angles`: positions (B, T), radians per position (B or 1, R/2) -> two tensors (B, T, 1, R/2)"""
+    turn = positions[:, :, None, None].float() * radians[:, None, None]
+    return (turn.cos() * factor).to(dtype), (turn.sin() * factor).to(dtype)
 
 
 def rotate(x: Tensor, turn: Turn) -> Tensor:

@@ -26,6 +26,7 @@ from .against import against_transformers, load_theirs
 from .cache import EXACT_SLOTS, KVCache
 from .checkpoint import DTYPES, load_model
 from .cli import UsageError, option
+from .compiled import why_not
 from .completion import complete
 from .generate import Stepper, generate, inference, prompt_to_ids
 from .model import Decoder
@@ -61,6 +62,7 @@ class Options:
     tolerance: float = option(
         2e-5, "beside transformers: largest difference of a place that passes, relative to its values; rounding is about 7e-6"
     )
+    compile: bool = option(True, "compare the compiled step too, which takes some seconds to compile")
     all: bool = option(False, "print every place, not only those that leave")
 
 
@@ -146,7 +148,10 @@ def _ways(
             failed.append(f"{finding.way}: logits apart by {finding.size:.2g}, which is more than rounding")
 
     texts, reference = _alone(model, prompts, n)
-    for finding in findings(model, tokenizer, prompts, texts, reference):
+    missing = why_not(model.device) if options.compile else None
+    if missing:
+        print(f"nothing compiled: {missing}", file=sys.stderr)
+    for finding in findings(model, tokenizer, prompts, texts, reference, options.compile and not missing):
         show(finding)
     fine = _float32(model, path)
     whole = [*ids, *texts[-1][:-1]]  # the longest text, which is led through the others' models
@@ -186,7 +191,14 @@ def _alone(model: Decoder, prompts: Texts, n: int) -> tuple[Texts, Logits]:
     return [new[0] for new, _ in found], [logits[0] for _, logits in found]
 
 
-def findings(model: Decoder, tokenizer: Tokenizer | None, prompts: Texts, texts: Texts, reference: Logits) -> Iterator[Finding]:
+def findings(
+    model: Decoder,
+    tokenizer: Tokenizer | None,
+    prompts: Texts,
+    texts: Texts,
+    reference: Logits,
+    compiles: bool = False,
+) -> Iterator[Finding]:
     """Every way of computing the texts after their prompts, beside the reference: each alone, with the cache."""
     n = len(texts[0])
 
@@ -208,6 +220,11 @@ def findings(model: Decoder, tokenizer: Tokenizer | None, prompts: Texts, texts:
     yield _sampled(model, prompts, n, tokenizer)
     yield beside("exact", _text(model, prompts, n, texts, exact=True)[1])
     yield _exact_bits(model, prompts)
+    if compiles:
+        yield beside(
+            "compiled", [_text(model, [one], n, [new], compile=True)[1][0] for one, new in zip(prompts, texts, strict=True)]
+        )
+        yield beside("compiled, in one ragged batch", _text(model, prompts, n, texts, compile=True)[1])
     if tokenizer is not None:
         yield _streamed(model, tokenizer, prompts, n)
 

@@ -73,15 +73,15 @@ def test_a_whole_run_prints_a_line_for_every_way_and_ends_well(capsys, stories):
     verify.main(["--ckpt", str(stories), "--device", "cpu", "-n", "5", "--max_tokens", "20"])
     out = capsys.readouterr().out
     assert "float32 on cpu: prompts of 2, 6, 20 tokens and 5 new ones each" in out
-    for way in [*NAMED, "explicit attention", STREAMED]:
+    for way in [*NAMED, "explicit attention", "compiled", "compiled, in one ragged batch", STREAMED]:
         assert f"\n{way} " in out
     assert out.strip().rsplit("\n", 1)[-1].startswith("all as it should be, in ")
-    assert out.count("0 of 15 ") == 7
+    assert out.count("0 of 15 ") == 9
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_smaller_types_state_their_distance_and_do_not_fail(capsys, stories, dtype):
-    verify.main(["--ckpt", str(stories), "--device", "cpu", "-n", "4", "--max_tokens", "20", "--dtype", dtype])
+    verify.main(["--no_compile", "--ckpt", str(stories), "--device", "cpu", "-n", "4", "--max_tokens", "20", "--dtype", dtype])
     out = capsys.readouterr().out
     assert f"{dtype} on cpu" in out
     assert "\nitself in float32 " in out
@@ -101,7 +101,7 @@ def test_a_cache_that_forgets_is_found_with_the_first_token_that_changed(monkeyp
 
     monkeypatch.setattr(LayerCache, "read", forgets)
     with pytest.raises(nd.CheckpointError, match=r"in one ragged batch: \d+ of 18 tokens changed, first in text \d at"):
-        verify.main(["--ckpt", str(stories), "--device", "cpu", "-n", "6", "--max_tokens", "20"])
+        verify.main(["--no_compile", "--ckpt", str(stories), "--device", "cpu", "-n", "6", "--max_tokens", "20"])
 
 
 def test_exact_bits_that_differ_fail_in_any_type(monkeypatch, capsys, stories):
@@ -110,7 +110,9 @@ def test_exact_bits_that_differ_fail_in_any_type(monkeypatch, capsys, stories):
 
     monkeypatch.setattr(batch.Blocks, "_decode", lambda self, cache, seats: real(self, cache, seats) + noise(seats))
     with pytest.raises(nd.CheckpointError, match=r"exact: bits alone and in a batch: [1-8] of 8 texts changed"):
-        verify.main(["--ckpt", str(stories), "--device", "cpu", "-n", "4", "--max_tokens", "20", "--dtype", "bfloat16"])
+        verify.main(
+            ["--no_compile", "--ckpt", str(stories), "--device", "cpu", "-n", "4", "--max_tokens", "20", "--dtype", "bfloat16"]
+        )
 
 
 real = nd.batch.Blocks._decode
@@ -132,7 +134,7 @@ def test_a_text_that_is_streamed_otherwise_fails(monkeypatch, capsys, stories):
         ],
     )
     with pytest.raises(nd.CheckpointError, match="streamed and whole: 3 of 3 texts changed, first in text 1"):
-        verify.main(["--ckpt", str(stories), "--device", "cpu", "-n", "6", "--max_tokens", "20"])
+        verify.main(["--no_compile", "--ckpt", str(stories), "--device", "cpu", "-n", "6", "--max_tokens", "20"])
 
 
 def test_a_small_mistake_that_changes_no_token_fails_by_its_size(monkeypatch, capsys, stories):
@@ -142,7 +144,7 @@ def test_a_small_mistake_that_changes_no_token_fails_by_its_size(monkeypatch, ca
     real = LayerCache.write
     monkeypatch.setattr(LayerCache, "write", lambda self, k, v: real(self, k, v * (1.001 if len(self.keys) == 3 else 1.0)))
     with pytest.raises(nd.CheckpointError, match=r"in one ragged batch: logits apart by .*, which is more than rounding"):
-        verify.main(["--ckpt", str(stories), "--device", "cpu", "-n", "3", "--max_tokens", "20"])
+        verify.main(["--no_compile", "--ckpt", str(stories), "--device", "cpu", "-n", "3", "--max_tokens", "20"])
 
 
 def test_noise_that_depends_on_the_batch_is_found(monkeypatch, capsys, stories):
@@ -151,7 +153,7 @@ def test_noise_that_depends_on_the_batch_is_found(monkeypatch, capsys, stories):
     real = sampler.gumbel
     monkeypatch.setattr(sampler, "gumbel", lambda seeds, *rest: real(seeds, *rest) + len(seeds))
     with pytest.raises(nd.CheckpointError, match="drawn with seeds, in one batch: logits apart by 2"):
-        verify.main(["--ckpt", str(stories), "--device", "cpu", "-n", "3", "--max_tokens", "20"])
+        verify.main(["--no_compile", "--ckpt", str(stories), "--device", "cpu", "-n", "3", "--max_tokens", "20"])
 
 
 def test_a_stream_that_spells_otherwise_than_the_library_is_found(monkeypatch, capsys, stories):
@@ -160,7 +162,9 @@ def test_a_stream_that_spells_otherwise_than_the_library_is_found(monkeypatch, c
     real = Stream.push
     monkeypatch.setattr(Stream, "push", lambda self, index: real(self, index).replace("e", "3"))
     with pytest.raises(nd.CheckpointError, match=r"streamed and whole: \d of 3 texts changed"):
-        verify.main(["--ckpt", str(stories), "--device", "cpu", "-n", "12", "--prompt", "Once upon a time there was"])
+        verify.main(
+            ["--no_compile", "--ckpt", str(stories), "--device", "cpu", "-n", "12", "--prompt", "Once upon a time there was"]
+        )
 
 
 def test_weights_that_are_no_numbers_are_one_sentence(tmp_path):
@@ -169,7 +173,7 @@ def test_weights_that_are_no_numbers_are_one_sentence(tmp_path):
         model.norm.weight[0] = float("nan")
     nd.save_model(tmp_path, model)
     with pytest.raises(nd.CheckpointError, match="non-finite logits at step 1"):
-        verify.main(["--ckpt", str(tmp_path), "--device", "cpu"])
+        verify.main(["--no_compile", "--ckpt", str(tmp_path), "--device", "cpu"])
 
 
 def test_a_tie_is_counted_and_is_no_change():
@@ -186,7 +190,7 @@ def test_a_tie_is_counted_and_is_no_change():
 
 def test_without_transformers_the_rest_is_compared_and_that_is_said(monkeypatch, capsys, stories):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    verify.main(["--ckpt", str(stories), "--device", "cpu", "-n", "3", "--max_tokens", "8"])
+    verify.main(["--no_compile", "--ckpt", str(stories), "--device", "cpu", "-n", "3", "--max_tokens", "8"])
     told = capsys.readouterr()
     assert "transformers is not installed, and was not compared" in told.err
     assert "all as it should be" in told.out

@@ -1,0 +1,181 @@
+"""The decode step, one new token for every row of a cache, compiled: the same blocks, wrapped from outside.
+
+    tokens (B,) ─ front: embed, angles, masks ─ block ─ block ─ … ─ back: norm, head ─> logits (B, V)
+
+Of a model with many layers one block is compiled, and serves all of them, so that compiling takes seconds; a small one is
+compiled whole, since there the calls between the parts are what takes the time. How many tokens a row holds is a dynamic size:
+there is one graph for a single row, and one for several.
+
+Passes of more than one token per row are products that compiling does not make faster: they stay with the plain model.
+
+Legend: B rows, S slots looked at, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from .attention import Sight, visible
+from .cache import KVCache
+from .model import Block, Decoder
+from .rope import Turn, per_position, turned_by
+
+BACKEND = "inductor"
+WHOLE = 8  # layers up to which a model is compiled as one graph
+
+
+@dataclass(frozen=True)
+class Column:
+    """The placement of one new token per row, where positions are tensors: what attention asks of a `Placement`."""
+
+    rows: int
+    columns: int = 1
+    first_token: int = 0
+
+
+@dataclass(frozen=True)
+class ColumnCache:
+    """One layer's slots, of which row b gets its new token at slots[b]. keys, values (B, Hkv, S, D), slots (B,)"""
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+
+    def write(self, k: Tensor, v: Tensor) -> None:
+        """Keep k and v, (B, Hkv, D)."""
+        rows = torch.arange(k.shape[0], device=k.device)
+        self.keys[rows, :, self.slots] = k
+        self.values[rows, :, self.slots] = v
+
+    def read(self, part: Column) -> tuple[Tensor, Tensor]:
+        """All that a step looks at."""
+        return self.keys, self.values
+
+
+def front(model: Decoder, tokens: Tensor, slots: Tensor, seen: Tensor, radians: Sequence[Tensor | None]) -> Any:
+    """tokens (B, 1), slots (B,), seen (S,) key positions -> x (B, dim), the turns, and the masks of the distinct windows."""
+    positions = slots[:, None]
+    turns = [
+        None if rope is None else turned_by(positions, each, rope.attention_factor, model.dtype)
+        for rope, each in zip(model.ropes, radians, strict=True)
+    ]
+    stride = model.config.sparse_stride
+    masks = [visible(positions, seen, window, stride)[:, None] for window in dict.fromkeys(model.config.windows)]
+    return model.enter(tokens, positions)[:, 0], turns, masks
+
+
+def one_block(
+    block: Block, x: Tensor, turn: Turn | None, mask: Tensor, keys: Tensor, values: Tensor, slots: Tensor, path: str
+) -> Tensor:
+    """x (B, dim) -> (B, dim). (Without the column of 1, whose stride may be anything and is not worth a graph.)"""
+    return block(x[:, None], turn, [Sight(Column(x.shape[0]), mask)], ColumnCache(keys, values, slots), path)[:, 0]
+
+
+def back(model: Decoder, x: Tensor) -> Tensor:
+    """x (B, dim) -> logits (B, V)"""
+    return model.head(model.norm(x))
+
+
+def whole(
+    front: Callable[..., Any],
+    one_block: Callable[..., Tensor],
+    back: Callable[..., Tensor],
+    model: Decoder,
+    tokens: Tensor,
+    slots: Tensor,
+    seen: Tensor,
+    radians: Sequence[Tensor | None],
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    path: str,
+) -> Tensor:
+    """A step from parts, compiled or not. -> logits (B, V)"""
+    config = model.config
+    x, turns, masks = front(model, tokens, slots, seen, radians)
+    kinds = list(dict.fromkeys(config.windows))
+    for number, block in enumerate(model.blocks):
+        turn, mask = turns[model.rope_of_layer[number]], masks[kinds.index(config.windows[number])]
+        x = one_block(block, x, turn, mask, keys[number], values[number], slots, path)
+    return back(model, x)
+
+
+class Compiled:
+    """A model's decode step: `step(tokens, cache)`. Made by `compiled`."""
+
+    def __init__(self, model: Decoder, steps: dict[str, Callable[..., Tensor]]) -> None:
+        self.model, self._steps = model, steps  # by attention's path
+
+    def __call__(self, tokens: Tensor, cache: KVCache) -> Tensor:
+        """One more token for every row: tokens (B, 1) int64 -> logits (B, V). They are added to the cache.
+
+        Raises ValueError as the model's own pass does.
+        """
+        model, config = self.model, self.model.config
+        at = cache.place(1)
+        if at.extent == 1:  # sizes of 1 would take graphs of their own
+            return model.head(model.trunk(tokens, cache)[:, 0])
+        model.check_positions(at, cache)
+        slots = torch.tensor(at.starts, device=model.device)
+        radians = [rope and per_position(rope, config.head_dim, at.lengths, model.device) for rope in model.ropes]
+        keys, values = cache.keys[:, :, :, : at.extent], cache.values[:, :, :, : at.extent]
+        path = "explicit" if config.attn_softcap else model.attention
+        seen = torch.arange(at.extent, device=model.device)
+        if path not in self._steps:
+            self._steps[path] = _step(model)
+        logits = self._steps[path](model, tokens, slots, seen, radians, keys, values, path)
+        cache.advance(at)
+        return logits
+
+
+_steps: WeakKeyDictionary[Decoder, dict[str, Callable[..., Tensor]]] = WeakKeyDictionary()
+
+
+def compiled(model: Decoder) -> Compiled | None:
+    """A model's compiled step, the same one at every call, or None, with a warning, where nothing can be compiled."""
+    missing = why_not(model.device)
+    if missing:
+        warnings.warn(f"{missing}: the step runs as it is", stacklevel=2)
+        return None
+    return Compiled(model, _steps.setdefault(model, {}))
+
+
+def why_not(device: torch.device) -> str | None:
+    """What a machine lacks for compiling, in words; None if nothing."""
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        get_cpp_compiler()
+    except Exception as error:  # torch raises several kinds, private ones among them
+        return f"torch.compile needs a C++ compiler, and there is none ({str(error).splitlines()[0]:.80})"
+    return None
+
+
+def _step(model: Decoder) -> Callable[..., Tensor]:
+    """`whole`, compiled at its first call."""
+    if model.config.n_layers <= WHOLE:
+        return partial(_compile(whole), front, one_block, back)
+    return partial(whole, *map(_compile, (front, one_block, back)))
+
+
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function whose calls differ in nothing but tensors and their sizes.
+
+    Only these are checked at each call: looking at every attribute of every module, as torch does otherwise, takes longer than
+    a small model's arithmetic. torch remembers what it has compiled by code object, so each function gets one of its own.
+    With fullgraph=True more graphs than torch's limit of 8 are an error instead of a silent way back.
+    """
+    own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    return torch.compile(own, backend=BACKEND, dynamic=True, fullgraph=True, options={"guard_filter_fn": _tensors_and_sizes})
+
+
+def _tensors_and_sizes(guards: Sequence[Any]) -> list[bool]:
+    return [guard.guard_type in ("TENSOR_MATCH", "SHAPE_ENV") for guard in guards]
