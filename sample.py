@@ -26,6 +26,7 @@ from nanodecoder.config import Sampling
 from nanodecoder.conversation import Conversation
 from nanodecoder.generate import PromptTooLong, Step, default_sampler, draw_seeds, end_ids, prompt_to_ids
 from nanodecoder.hub import download, is_hub_name
+from nanodecoder.quantize import KINDS, price
 from nanodecoder.storage import find_folder
 
 BUNDLED = Path(__file__).parent / "weights" / "shakespeare"
@@ -75,6 +76,8 @@ class Options:
     attention: str = option("fused", "the kernel, or the formula written out", choices=PATHS)
     device: str = option("auto", "auto, cpu, cuda, cuda:1 or mps")
     dtype: str | None = option(None, "unset: float32, on CUDA the checkpoint's own", choices=("auto", *DTYPES))
+    quantize: str | None = option(None, "round the weights to so many bits: less memory, faster", choices=KINDS)
+    quantize_report: str | None = option(None, "a text file: what --quantize costs along it, before anything is generated")
     offline: bool = option(False, "take a hub name from what was downloaded before, and ask no network")
     quiet: bool = option(False, "print no notices and figures")
 
@@ -139,7 +142,12 @@ def refuse_idle(options: Options) -> None:
         idle = [f"--{name}" for name in others if getattr(options, name) != getattr(defaults, name)]
         if getattr(options, mode) and idle:
             raise UsageError(f"{', '.join(idle)} cannot go with --{mode}")
-    needs = (("system", "chat"), ("repeats", "compare_cache"), ("truncation_side", "max_prompt_tokens"))
+    needs = (
+        ("system", "chat"),
+        ("repeats", "compare_cache"),
+        ("truncation_side", "max_prompt_tokens"),
+        ("quantize_report", "quantize"),
+    )
     for name, other in needs:
         if getattr(options, name) != getattr(defaults, name) and not getattr(options, other):
             raise UsageError(f"--{name} is for --{other}: add it")
@@ -169,8 +177,11 @@ def load(options: Options, notice: Callable[[str], None]) -> Setup:
     dtype, fallback = cli.choose_dtype(options.dtype, device, folder)
     if fallback:
         notice(fallback)
-    model = nd.load_model(file or folder, device, dtype)
+    model = nd.load_model(file or folder, device, dtype, options.quantize)
     model.attention = options.attention
+    tokenizer = nd.Tokenizer.load(folder)
+    if options.quantize_report is not None:
+        report_price(options, nd.load_model(file or folder, device, dtype), model, tokenizer)
     names = [field.name for field in fields(Sampling) if hasattr(options, field.name)]
     settings = {name: value for name in names if (value := getattr(options, name)) is not None}
     sampler = default_sampler(model, **settings)
@@ -184,7 +195,18 @@ def load(options: Options, notice: Callable[[str], None]) -> Setup:
     if used and sampler.temperature > 0:
         notice(f"the checkpoint's own settings are used: {', '.join(used)}")
     seed = draw_seeds(1)[0] if options.seed is None else options.seed
-    return Setup(options, model, nd.Tokenizer.load(folder), sampler, seed, notice)
+    return Setup(options, model, tokenizer, sampler, seed, notice)
+
+
+def report_price(options: Options, plain: nd.Decoder, model: nd.Decoder, tokenizer: nd.Tokenizer) -> None:
+    """Print what rounding costs along a text of the user's."""
+    try:
+        text = Path(options.quantize_report).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"--quantize_report {options.quantize_report} cannot be read ({error.strerror})") from None
+    except UnicodeError as error:
+        raise UsageError(f"--quantize_report {options.quantize_report} is not UTF-8 ({error.reason})") from None
+    print(f"{options.quantize} beside the plain weights: {price(plain, model, tokenizer.encode(text))}", file=sys.stderr)
 
 
 def read_prompts(options: Options) -> list[str]:

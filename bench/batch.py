@@ -36,6 +36,7 @@ class Options:
     longest: int = option(600, "characters of the longest prompt")
     max_new_tokens: int = option(64, "new tokens per prompt", names=("n",))
     repeats: int = option(3, "how often each is timed, after one warm-up")
+    compile: bool = option(False, "compile our step")
     alone: bool = option(True, "run every prompt alone too")
 
 
@@ -62,7 +63,8 @@ def main(argv: Sequence[str]) -> None:
     ids = [tokenizer.encode(prompt) for prompt in prompts]
 
     def ours(rows: Ids) -> Ids:
-        return [done.ids for done in nd.complete(model, None, rows, max_new_tokens=n, temperature=0.0, ignore_eos=True)]
+        way = {"max_new_tokens": n, "temperature": 0.0, "ignore_eos": True, "compile": options.compile}
+        return [done.ids for done in nd.complete(model, None, rows, **way)]
 
     def transformers(rows: Ids) -> Ids:
         batch = their_tokenizer.pad({"input_ids": rows}, return_tensors="pt")

@@ -20,6 +20,8 @@ from .cache import EXACT_SLOTS, KVCache, round_up
 from .compiled import Compiled
 from .model import Decoder
 
+CHUNK = 2048  # tokens that a pass through a cache takes at most
+
 
 @dataclass(eq=False)  # a row is itself, whatever it holds
 class Row:
@@ -38,13 +40,29 @@ class Passes:
         self.positions = 0  # tokens computed so far: what a cache saves
 
     def _last(self, news: Sequence[Sequence[int]], cache: KVCache | None) -> Tensor:
-        """Feed each row its new ids in one pass; -> what the trunk gives for the last one of each, (B, dim)"""
+        """Feed each row its new ids; -> what the trunk gives for the last one of each, (B, dim)"""
         counts = [len(new) for new in news]
         columns = max(counts)
         tokens = torch.tensor([[*new, *[0] * (columns - len(new))] for new in news], device=self.model.device)
         x = self.model.trunk(tokens, cache, counts=counts)  # (B, T, dim)
         self._count(sum(counts))
         return x[torch.arange(len(x), device=x.device), torch.tensor(counts, device=x.device) - 1]
+
+    def _in_chunks(self, news: Sequence[Sequence[int]], cache: KVCache) -> Tensor:
+        """The same in passes of at most `CHUNK` tokens each, so that a long prompt's activations stay small."""
+        if any(rope is not None and rope.depends_on_length() for rope in self.model.ropes):
+            return self._last(news, cache)  # angles go by the whole prompt's length, so it is fed whole
+        last: dict[int, Tensor] = {}
+        fed = [0] * len(news)
+        while len(last) < len(news):
+            room, chunk = CHUNK, []
+            for new, start in zip(news, fed, strict=True):
+                chunk.append(new[start : start + room])
+                room -= len(chunk[-1])
+            x = self._last(chunk, cache)  # of a row without tokens it means nothing
+            fed = [start + len(new) for start, new in zip(fed, chunk, strict=True)]
+            last |= {row: x[row] for row, new in enumerate(chunk) if new and fed[row] == len(news[row])}
+        return torch.stack([last[row] for row in range(len(news))])
 
     def _count(self, positions: int) -> None:
         self.forwards += 1
@@ -93,7 +111,8 @@ class Together(Passes):
     def _feed(self, news: Sequence[Sequence[int]]) -> Tensor:
         """Feed each row of the cache its new ids; -> the logits after the last one of each, (B, V)"""
         if self.step is None or any(len(new) > 1 for new in news):
-            return self.model.head(self._last(news, self.cache))
+            whole = sum(map(len, news)) <= CHUNK
+            return self.model.head(self._last(news, self.cache) if whole else self._in_chunks(news, self.cache))
         self._count(len(news))
         return self.step(torch.tensor(news, device=self.model.device), self.cache)
 

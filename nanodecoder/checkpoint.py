@@ -27,12 +27,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .config import GenerationConfig, ModelConfig
-from .families import FAMILIES, Family, find_family, write_config
+from .families import FAMILIES, OWN, Family, find_family, write_config
 from .model import Decoder
 from .parts import CheckpointError, Fields, Stored, short
+from .quantize import kind_of, restore
+from .quantize import quantize as quantized
+from .quantize import tensors as tensors_of
 from .storage import CONFIG, INDEX, SPELLED, WEIGHTS, StoredTensor, Weights, find_folder, read_bytes, read_json
 
 GENERATION = "generation_config.json"
+QUANTIZED = "quantization_config"  # config.json's key
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 READERS = 4  # threads that copy tensors from disk
 # Keys of generation_config.json that change no token here or are read as ids, and the values at which others change none.
@@ -74,17 +78,19 @@ def load_model(
     path: str | os.PathLike[str],
     device: torch.device | str = "cpu",
     dtype: torch.dtype | str | None = None,
+    quantize: str | None = None,
 ) -> Decoder:
     """Load a checkpoint folder (or one .safetensors file beside its config.json) as a Decoder in eval mode.
 
-    `dtype` is a torch dtype or its name; None gives float32, "auto" the checkpoint's own. Anything
-    worth knowing that does not prevent loading is a warning.
+    `dtype` is a torch dtype or its name; None gives float32, "auto" the checkpoint's own. `quantize`: "int8" or "int4" rounds
+    the weights once they are there (see `quantize.py`). Anything worth knowing that does not prevent loading is a warning.
     Raises CheckpointError in one sentence when the folder is not a checkpoint, asks for what we do not have, or does not
     hold exactly the tensors that its config.json calls for.
     """
     folder, file = find_folder(path)
     where = str(folder / CONFIG)
     raw = read_json(folder / CONFIG)
+    held = raw.pop(QUANTIZED, None) if raw.get(QUANTIZED, {}).get("quant_method") == OWN else None
     family = find_family(raw, where)
     weights = Weights(folder, file)
     if family is None:
@@ -94,6 +100,15 @@ def load_model(
     config = _settle_head(family.read(raw, where), family, weights)
     target = _choose_dtype(dtype, raw, where, weights.tensors)
     model = _empty_model(config, where, len(weights.tensors))
+    if held is not None:
+        if quantize is not None:
+            raise CheckpointError(f"{folder} is quantized already ({held.get('kind')}): load it as it is")
+        try:
+            restore(model, {name: weights[name].clone() for name in weights.tensors}, target)
+        except ValueError as error:
+            raise CheckpointError(f"the weights do not fit {where}: {error}") from None
+        model.generation = read_generation(folder, raw, family)
+        return model.to(device)
     wanted = _match(model, family, weights.tensors, where)
 
     def fetch(item: tuple[str, Stored]) -> dict[str, Tensor]:
@@ -115,7 +130,7 @@ def load_model(
     if config.tied_head:
         model.lm_head.weight = model.embed.weight
     model.generation = read_generation(folder, raw, family)
-    return model.eval()
+    return model.eval() if quantize is None else quantized(model, quantize)
 
 
 def _empty_model(config: ModelConfig, where: str, n_tensors: int) -> Decoder:
@@ -351,13 +366,19 @@ def save_model(path: str | os.PathLike[str], model: Decoder, tokenizer: Saves | 
     the new one is. Raises CheckpointError when the folder cannot be written or no dialect can say the model.
     """
     folder = Path(path)
-    family, raw = write_config(model.config)
+    kind = kind_of(model)
+    own = model.config if kind is None else dataclasses.replace(model.config, model_type=OWN)  # that alone can say it
+    family, raw = write_config(own)
     raw |= {"dtype": str(model.dtype).removeprefix("torch."), **_end_keys(model.generation)}
-    parameters = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
-    tensors = {
-        name: held.layout.join([parameters[parameter] for parameter in held.parameters], model.config.n_heads).contiguous()
-        for name, held in family.stored(parameters).items()
-    }
+    if kind is not None:
+        raw[QUANTIZED] = {"quant_method": OWN, "kind": kind}
+        tensors = tensors_of(model)
+    else:
+        parameters = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+        tensors = {
+            name: held.layout.join([parameters[parameter] for parameter in held.parameters], model.config.n_heads).contiguous()
+            for name, held in family.stored(parameters).items()
+        }
     files: dict[str, Callable[[Path], Any]] = {
         WEIGHTS: lambda part: save_file(tensors, part, metadata={"format": "pt"}),
         CONFIG: lambda part: part.write_text(_pretty(raw), encoding="utf-8"),

@@ -83,12 +83,12 @@ class Decoder(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.embed.weight.device
+        return self.norm.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
         """What the weights and the stream are made of."""
-        return self.embed.weight.dtype
+        return self.norm.weight.dtype
 
     def forward(
         self,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tiny import tiny_model, tokens
 
 import nanodecoder as nd
+from nanodecoder import batch
 from nanodecoder.attention import sights
 from nanodecoder.batch import Anew, Blocks, Row, Together
 from nanodecoder.cache import EXACT_SLOTS, Placement
@@ -231,3 +232,34 @@ def test_exact_attention_looks_at_as_many_slots_as_the_row_itself_needs():
     at = Placement((5, 299), (1, 0), (5, 300), 1, 512, torch.device("cpu"), exact=True)
     see = sights(at, None, "fused")
     assert [s.mask.shape for s in see] == [(1, 1, 1, 256), (1, 1, 1, 512)]
+
+
+@settings(max_examples=15)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=4), st.integers(1, 9))
+def test_long_prompts_are_fed_in_passes_of_bounded_size(lengths, most):
+    model = tiny_model(windows=(None, 5))
+    rows = [row(length, seed=number) for number, length in enumerate(lengths)]
+    sizes: list[int] = []
+    trunk = model.trunk
+
+    def watched(ids, cache=None, *, counts=None, **options):
+        sizes.append(sum(counts))
+        return trunk(ids, cache, counts=counts, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch, "CHUNK", most)
+        patch.setattr(model, "trunk", watched)
+        got = lead(Together(model), rows)
+    for one, logits in zip(rows, got, strict=True):
+        assert (logits - whole(model, one)).abs().max() < 2e-5
+    assert max(sizes) <= most
+    assert len(sizes) == -(-sum(lengths) // most)  # and every one is full but the last
+
+
+def test_a_prompt_whose_angles_go_by_its_length_is_fed_whole(monkeypatch):
+    monkeypatch.setattr(batch, "CHUNK", 4)
+    model = tiny_model(rope=LONGROPE)
+    long = row(14)
+    passes = Together(model)
+    assert (lead(passes, [long])[0] - whole(model, long)).abs().max() < 1e-5
+    assert passes.forwards == 1

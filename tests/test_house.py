@@ -12,7 +12,7 @@ from conftest import ROOT
 import nanodecoder
 
 ORDER = [
-    *("config", "rope", "layers", "cache", "attention", "model", "compiled"),
+    *("config", "rope", "layers", "cache", "attention", "model", "compiled", "quantize"),
     *(
         "parts",
         "families",
@@ -73,7 +73,9 @@ def test_families_know_the_config_only():
     assert imported("families") | imported("parts") == {"config", "parts"}
 
 
-@pytest.mark.parametrize("name", ["config", "rope", "layers", "cache", "attention", "model", "compiled", "sampler", "generate"])
+@pytest.mark.parametrize(
+    "name", ["config", "rope", "layers", "cache", "attention", "model", "compiled", "quantize", "sampler", "generate"]
+)
 def test_the_core_knows_no_models_name(name):
     from nanodecoder.families import FAMILIES
 

@@ -434,3 +434,26 @@ def step(self):
 nd.Stepper.step = step
 sample.main(sys.argv[1:])
 """
+
+
+def test_few_bits_state_their_price_and_the_text_still_comes(capsys, stories, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a little girl named Lily. She loved to play outside in the park.")
+    out, err = run(capsys, stories, "--quantize", "int8", "--quantize_report", str(text), "-n", "5", "--prompt", "Once")
+    assert out.strip()
+    assert re.search(r"int8 beside the plain weights: weights 1\.0 -> 0\.\d MiB; perplexity \d+\.\d+ -> \d+\.\d+; KL 0\.\d+ nats", err)
+    assert "moved most, by the norm of the difference: " in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--quantize", "int2"], "choose from 'int8', 'int4'"),
+        (["--quantize_report", "README.md"], "--quantize_report is for --quantize: add it"),
+        (["--quantize", "int8", "--quantize_report", "no/such"], "--quantize_report no/such cannot be read"),
+    ],
+)
+def test_wrong_ways_to_ask_for_few_bits(capsys, stories, argv, words):
+    with pytest.raises((UsageError, SystemExit)) as caught:
+        sample.main(["--ckpt", str(stories), *argv])
+    assert words in str(caught.value) + capsys.readouterr().err
