@@ -202,6 +202,13 @@ MUTANTS = [
     Mutant("a stride counted from the first token", "attention", "((queries - key_positions) % stride == 0)", "(key_positions % stride == 0)", "test_attention"),
     Mutant("documents see each other", "cache", "for _, run in groupby(row)]", "for _, run in groupby(row, lambda n: 0)]", "test_model"),
     Mutant("seeds shared by all rows", "generate", "seeds=[row.seed for row in rows]", "seeds=[rows[0].seed for row in rows]", "test_generate"),
+    # ---- looking inside
+    Mutant("what attention gave is called what it added", "inside/trace", 'here("attn", block.attn_post_norm(block.attn(block.attn_norm(x), *how, **more)))', 'block.attn_post_norm(here("attn", block.attn(block.attn_norm(x), *how, **more)))', "test_trace"),
+    Mutant("a traced window is no window", "inside/trace", 'sight(see.at, window, "explicit", stride)', 'sight(see.at, None, "explicit", stride)', "test_trace"),
+    Mutant("a trace goes its own explicit way", "inside/trace", "_mix(given, v) if changed else plain(q, k, v, see, path)", "_mix(given, v)", "test_trace"),
+    Mutant("a trace stays on the model", "inside/trace", "            delattr(module, name)", "            pass", "test_trace"),
+    Mutant("a hook stays on the model", "inside/trace", "stack.callback(hook.remove)", "pass", "test_trace"),
+    Mutant("the caller's function writes into the pass", "inside/trace", "change(value.clone())", "change(value)", "test_trace"),
 ]  # fmt: skip
 
 

@@ -1,0 +1,12 @@
+"""Looking inside: what flows in a pass, where each head looks, what comes and what it takes, before and after.
+
+    import nanodecoder as nd
+    found = nd.inside.trace(model, tokens, layers=[9])
+    found["blocks.9.attention"], found["blocks.9.mid"], found.logits
+
+In reading order: trace (one pass, with a name at every place).
+"""
+
+from .trace import Trace, trace, trace_bytes, writes
+
+__all__ = ["Trace", "trace", "trace_bytes", "writes"]
