@@ -209,6 +209,9 @@ MUTANTS = [
     Mutant("a trace stays on the model", "inside/trace", "            delattr(module, name)", "            pass", "test_trace"),
     Mutant("a hook stays on the model", "inside/trace", "stack.callback(hook.remove)", "pass", "test_trace"),
     Mutant("the caller's function writes into the pass", "inside/trace", "change(value.clone())", "change(value)", "test_trace"),
+    Mutant("attention's products of one head", "inside/shapes", 'flops = [2 * model.config.head_dim * found["scores"].numel()', 'flops = [2 * model.config.head_dim * found["scores"][:, :1].numel()', "test_shapes"),
+    Mutant("a cache of all query heads", "inside/memory", "return 2 * config.n_layers * config.n_kv_heads", "return 2 * config.n_layers * config.n_heads", "test_memory"),
+    Mutant("Muon keeps two numbers", "inside/memory", "(1 if by_muon else 2)", "2", "test_memory"),
 ]  # fmt: skip
 
 

@@ -4,9 +4,11 @@
     found = nd.inside.trace(model, tokens, layers=[9])
     found["blocks.9.attention"], found["blocks.9.mid"], found.logits
 
-In reading order: trace (one pass, with a name at every place).
+In reading order: columns (text that lines up), trace (one pass, with a name at every place), shapes (the walk of a pass),
+memory (what it takes), plan (`python -m nanodecoder plan`).
 """
 
+from .shapes import walk
 from .trace import Trace, trace, trace_bytes, writes
 
-__all__ = ["Trace", "trace", "trace_bytes", "writes"]
+__all__ = ["Trace", "trace", "trace_bytes", "walk", "writes"]

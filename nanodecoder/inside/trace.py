@@ -191,15 +191,15 @@ def watching(model: Decoder, see: See, wanted: Collection[str]) -> Iterator[None
                 return see(f"blocks.{n}.{kind}", value) if kind in kinds else value
 
             if kinds & {"attn", "mid", "ffn", "out"}:
-                stack.enter_context(_instead(block, "forward", _block(block, here)))
+                stack.enter_context(instead(block, "forward", _block(block, here)))
             if kinds & {"q", "k", "v", "scores", "attention", "heads"}:
                 own = _attend(block.attn, here, kinds, config.windows[n], config.sparse_stride)
-                stack.enter_context(_instead(block.attn, "attend", own))
+                stack.enter_context(instead(block.attn, "attend", own))
         yield
 
 
 @contextmanager
-def _instead(module: nn.Module, name: str, method: Callable[..., Any]) -> Iterator[None]:
+def instead(module: nn.Module, name: str, method: Callable[..., Any]) -> Iterator[None]:
     """Another method on this one object, for a while."""
     before = vars(module).get(name)  # None: the class's
     setattr(module, name, method)
