@@ -53,7 +53,7 @@ def test_a_file_imports_only_from_files_above_it(name):
     assert imported(name) <= {*ORDER[: ORDER.index(name)], *late}
 
 
-INSIDE = ["columns", "trace", "shapes", "memory", "plan"]
+INSIDE = ["columns", "trace", "shapes", "memory", "plan", "pieces", "odds", "looks", "lens", "views", "report"]
 
 
 def test_inside_has_a_reading_order_of_its_own():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import io
 import json
@@ -434,3 +435,51 @@ def step(self):
 nd.Stepper.step = step
 sample.main(sys.argv[1:])
 """
+
+
+# --------------------------------------------------------------------------------------------------------- looking inside
+
+
+def test_views_go_to_stderr_and_the_text_stays_the_same(capsys, ckpt):
+    plain, _ = run(capsys, ckpt, "-p", "the fox", "-n", "4")
+    out, err = run(capsys, ckpt, "-p", "the fox", "-n", "4", "--show", "all", "--look", "fox", "--at", "the", "--watch", " a")
+    assert out == plain
+    assert [line for line in err.splitlines() if line.startswith("== ")] == [
+        "== tokens", "== probs", "== attention", "== lens", "== shapes", "== memory"
+    ]  # fmt: skip
+    assert "heads that look most at" in err
+    assert (
+        ", ".join(nd.inside.VIEWS) in next(f for f in dataclasses.fields(sample.Options) if f.name == "show").metadata["help"]
+    )
+    quiet = run(capsys, ckpt, "-p", "the fox", "-n", "0", "--show", "tokens", "--quiet")[1]
+    assert quiet.startswith("== tokens\n")
+
+
+def test_a_report_is_written_beside_the_text_or_refused_before_it(capsys, ckpt, tmp_path):
+    path = tmp_path / "it.html"
+    _, err = run(capsys, ckpt, "-p", "the fox", "-n", "2", "--report", str(path))
+    assert path.read_text().startswith("<!doctype html>")
+    assert f"report in {path}" in err
+    assert "== tokens" not in err
+    for wrong in (tmp_path, tmp_path / "no" / "it.html"):
+        with pytest.raises(UsageError, match=r"--report .* cannot be written \((Is a directory|No such file or directory)\)"):
+            run(capsys, ckpt, "-p", "the fox", "--report", str(wrong))
+    with pytest.raises(UsageError, match="--look: 'cat' is not in the text"):
+        run(capsys, ckpt, "-p", "the fox", "--report", str(tmp_path / "new.html"), "--look", "cat")
+    assert not (tmp_path / "new.html").exists()
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--look", "the"], "--look is for --show or --report: add one"),
+        (["--show", "prob"], "--show knows no 'prob'; did you mean probs?"),
+        (["--show", "all", "--chat"], "--show cannot go with --chat"),
+        (["--report", "x.html", "--compare_cache"], "--report cannot go with --compare_cache"),
+        (["--show", "lens", "-p", "the fox " * 60], "the prompt has .* and the context holds 64"),
+    ],
+)
+def test_looking_where_nothing_can_be_seen_is_refused(capsys, ckpt, argv, words):
+    with pytest.raises(UsageError, match=words):
+        run(capsys, ckpt, *argv)

@@ -22,7 +22,7 @@ from .columns import size, table
 from .shapes import empty
 from .trace import instead
 
-PARTS = ("embedding", "positions", "attention", "feed-forward", "norms", "head")
+PARTS = ("embedding", "positions", "attention", "feed-forward", "norms", "head", "other")
 OPTIMIZERS = ("adamw", "muon")
 # Bytes a weight: an int8 matrix has a scale of 4 bytes for each row, an int4 one a scale and a zero for each 32 weights
 QUANTIZED = {"int8": 1.0, "int4": 0.5 + 4 / 32}
@@ -33,7 +33,7 @@ def part_of(name: str) -> str:
     words = {"embed": "embedding", "positions": "positions", "lm_head": "head", "attn": "attention", "ffn": "feed-forward"}
     if "norm" in name:
         return "norms"
-    return next(part for word, part in words.items() if word in name.split("."))
+    return next((part for word, part in words.items() if word in name.split(".")), "other")
 
 
 def weights(model: nn.Module) -> dict[str, int]:
@@ -153,9 +153,9 @@ def show(model: nn.Module, config: ModelConfig, rows: int, used: int, reserved: 
     parts = weights(model)
     total = sum(parts.values())
     lines = [("weights", size(total), "")]
-    lines += [(f"  {part}", size(n), f"{n / total:5.1%}") for part, n in parts.items() if n or part == "head"]
+    lines += [(f"  {part}", size(n), f"{n / total:5.1%}") for part, n in parts.items() if n]
     if not parts["head"]:
-        lines[-1] = ("  head", "0 B", "it shares the embedding's weight")
+        lines.append(("  head", "0 B", "it shares the embedding's weight"))
     token = cache_per_token(config, dtype)
     each = f"2 × {config.n_layers} layers × {config.n_kv_heads} key/value heads × {config.head_dim} × {dtype.itemsize} bytes"
     lines.append(("cache, per token and row", size(token), each))
