@@ -216,7 +216,7 @@ MUTANTS = [
     Mutant("the row without the first token does not sum to one", "inside/looks", "looks.mean[1:].sum())", "looks.mean.sum())", "test_looks"),
     Mutant("the lens without the final norm", "inside/lens", "model.head(model.norm(stream[at]))", "model.head(stream[at])", "test_lens"),
     Mutant("the halves in each other's place", "inside/views", 'streams = [values["mid"][0], values["out"][0]]', 'streams = [values["out"][0], values["mid"][0]]', "test_views"),
-    Mutant("a token expected by its own logits", "inside/odds", "row = logits[position].float()", "row = logits[position + 1].float()", "test_odds"),
+    Mutant("a token expected by its own logits", "inside/odds", "index = ids[position + 1]", "index = ids[position]", "test_odds"),
     Mutant("top-p counted before top-k", "inside/odds", "open_ = replace(open_, **{name: value})", "open_ = replace(replace(sampler, top_k=0, top_p=1.0, min_p=0.0), **{name: value})", "test_odds"),
     Mutant("characters torn into �", "inside/pieces", "        if not characters.getstate()[0]:\n            spell()", "        spell()", "test_pieces"),
     Mutant("the first place of a word, not the last", "inside/pieces", "whole_words[-1][1:]", "whole_words[0][1:]", "test_pieces"),

@@ -32,6 +32,7 @@ def test_each_token_is_expected_by_the_logits_before_it():
         assert one.bits == pytest.approx(-math.log2(one.probability))
     assert [(one.position, one.id) for one in found] == [(0, 9), (1, 11), (2, 3)]
     assert expected(logits[:1], ids[:1]) == []
+    assert expected(logits[:2], ids) + expected(logits[2:], ids, 2) == found
 
 
 @given(

@@ -196,6 +196,26 @@ def test_nothing_is_left_behind_when_an_error_flies():
     assert torch.equal(model(x), plain)
 
 
+def test_compiled_code_is_gone_past_for_as_long_as_a_trace_lasts():
+    model, x = tiny_model(), tokens(1, 12)
+    wanted = trace(model, x)
+
+    def compiled(*given, **more):
+        raise AssertionError("what is compiled knows nothing of a trace")
+
+    model.blocks[0]._compiled_call_impl = model.blocks[1].attn._compiled_call_impl = compiled
+    found = trace(model, x, replace={"blocks.0.mid": lambda mid: mid})
+    torch.testing.assert_close(found.logits, wanted.logits)
+    assert model.blocks[0]._compiled_call_impl is compiled
+    assert model.blocks[1].attn._compiled_call_impl is compiled
+
+
+def test_logits_that_nobody_looks_at_are_not_computed(monkeypatch):
+    model = tiny_model()
+    monkeypatch.setattr(model, "head", lambda x: pytest.fail("the head was asked"))
+    assert list(trace(model, tokens(1, 12), keep=["norm"]).values) == ["norm"]
+
+
 def test_a_trace_inside_a_trace_leaves_the_outer_one_in_place():
     model, x = tiny_model(), tokens(1, 12)
 

@@ -75,6 +75,14 @@ def test_what_is_traced_is_the_pass_over_all_that_was_fed(model, tokenizer):
         assert best.logit == pytest.approx(float(plain.logits[0, prompt + n - 1, best.id]), abs=1e-4)
 
 
+def test_a_long_texts_odds_are_computed_piece_by_piece(monkeypatch, model, tokenizer):
+    whole, _ = run(model, tokenizer, ["the quick brown fox"], show="probs")
+    monkeypatch.setattr(views, "PIECE", 3)
+    again, _ = run(model, tokenizer, ["the quick brown fox"], show="probs")
+    assert [(one.position, one.id, one.rank) for one in again.expected] == [(e.position, e.id, e.rank) for e in whole.expected]
+    assert len(whole.expected) == whole.fed - 1
+
+
 def test_only_what_was_asked_for_is_there(model, tokenizer):
     asked_for = {"probs": "expected", "attention": "looks", "lens": "lens", "shapes": "walk"}
     for view in VIEWS:

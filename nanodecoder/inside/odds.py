@@ -54,11 +54,13 @@ class Choice:
 
 
 @torch.no_grad()
-def expected(logits: Tensor, ids: Sequence[int]) -> list[Expected]:
-    """How each token of a row was expected by those before it. logits (T, V) after each of the ids, T of them"""
+def expected(logits: Tensor, ids: Sequence[int], first: int = 0) -> list[Expected]:
+    """How each next token of a text was expected. logits (N, V) after positions first … first + N - 1 of it; ids: all of it"""
     found = []
-    for position, index in enumerate(ids[1:]):
-        row = logits[position].float()
+    for position, row in enumerate(logits.float(), first):
+        if position + 1 == len(ids):
+            break
+        index = ids[position + 1]
         chances = row.softmax(-1)
         best = int(row.argmax())
         rank = int((row > row[index]).sum()) + 1

@@ -28,6 +28,7 @@ from .trace import trace, trace_bytes
 
 VIEWS = ("tokens", "probs", "attention", "lens", "shapes", "memory")
 LENS_POSITIONS = 64  # through all blocks, the head's product is what takes time
+PIECE = 256  # positions whose logits are held at a time
 MOST = 2048  # MiB that one layer's attention may take while it is looked at
 
 
@@ -183,8 +184,8 @@ class Views:
         """One pass over the first text, each layer looked at as soon as it is done."""
         views, prompt = self.asked.views, len(self.prompts[0])
         row = found.rows[0][: len(fed)]
-        keep = ["logits"] + ["attention"] * ("attention" in views) + ["mid", "out"] * ("lens" in views)
-        layers = list(range(self.model.config.n_layers)) if len(keep) > 1 else []
+        keep = ["norm"] * ("probs" in views) + ["attention"] * ("attention" in views) + ["mid", "out"] * ("lens" in views)
+        layers = list(range(self.model.config.n_layers)) if {"attention", "lens"} & set(views) else []
         whole = [Word(piece.position, piece.position + 1, piece.text) for piece in row]
         apart = [word for word in (self.look_word, self.at_word) if word is not None]
         units = whole if len(row) <= looks.DRAWN else looks.thin(pieces.words(row), looks.THINNED, apart)
@@ -208,7 +209,11 @@ class Views:
         traced = trace(self.model, fed, layers, keep=keep, then=each if layers else None, max_mib=4 * MOST)
         results = [traced.results[layer] for layer in layers]
         if "probs" in views:
-            found.expected = odds.expected(traced.logits[0], fed)
+            found.expected = [
+                one
+                for start in range(0, len(fed), PIECE)
+                for one in odds.expected(self.model.head(traced["norm"][0, start : start + PIECE]), fed, start)
+            ]
         if "attention" in views:
             maps, rows = (torch.stack([one[name] for one in results]) for name in ("maps", "row"))
             found.looks = looks.Looks(tuple(layers), tuple(units), maps, self.look_word, rows)
