@@ -8,7 +8,7 @@ from strategies import texts
 from tiny import byte_level, sentence_piece
 
 import nanodecoder as nd
-from nanodecoder.inside.pieces import find, pieces, rectangle, show, show_rectangle, words
+from nanodecoder.inside.pieces import LEFT, find, pieces, rectangle, show, show_rectangle, words
 
 
 @pytest.fixture(scope="module")
@@ -139,10 +139,22 @@ def test_the_rectangle_is_transformers(tmp_path):
         found = rectangle(ours, [ours.encode(text) for text in texts], 0)
         assert [list(row) for row in found.ids] == theirs["input_ids"]
         assert [list(row) for row in found.mask] == theirs["attention_mask"]
-        assert (found.side, found.said) == (side or "right", side is not None)
+        assert found.side == side or side is None
+        assert found.why == (
+            "as tokenizer_config.json says" if side else "the default, since tokenizer_config.json names no side"
+        )
         text = show_rectangle(found, [5, 3], 9)
         assert ("must be filled on the left" in text) == (side != "left")
         assert "5 of 9 used" in text
+
+
+def test_where_no_side_is_named_it_is_the_classes(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="the parity extra is not installed")
+    for name in (*LEFT, "GemmaTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer", "TokenizersBackend"):
+        theirs = getattr(transformers, name, None)
+        if theirs is not None:
+            ours = nd.Tokenizer.load(sentence_piece(tmp_path / name, tokenizer_class=name))
+            assert rectangle(ours, [[1, 2], [1]], 0).side == theirs.padding_side
 
 
 def test_several_texts_are_told_apart(bytewise):

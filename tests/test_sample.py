@@ -483,3 +483,21 @@ def test_a_report_is_written_beside_the_text_or_refused_before_it(capsys, ckpt, 
 def test_looking_where_nothing_can_be_seen_is_refused(capsys, ckpt, argv, words):
     with pytest.raises(UsageError, match=words):
         run(capsys, ckpt, *argv)
+
+
+@pytest.mark.slow
+def test_smollm2_shows_what_is_known_of_it(capsys, smollm2):
+    _, err = run(
+        capsys, smollm2, "-p", "Sarah fed the cat because it", "-n", "1", "--show", "attention", "--look", " it", "--at", " cat"
+    )
+    assert re.search(r"0  Sarah +0\.567 ", err)
+    assert re.search(r"3  ␣cat +0\.063 ", err)
+    assert "(block.head): 9.4 0.555, 3.8 0.536, 4.1 0.494, " in err
+    _, err = run(capsys, smollm2, "-p", "The Shawshank", "-n", "2", "--show", "lens,probs", "--watch", " Redemption")
+    assert "'␣Red' after 'ank' (position 3): 77.7% at the end; first on top after 28 of 30 blocks" in err
+    assert "'emption' after '␣Red' (position 4)" in err
+    korean, english = "나는 오늘 학교에 갔다.", "I went to school today."
+    _, err = run(capsys, smollm2, "-p", korean, "-p", english, "-n", "0", "--show", "tokens")
+    assert "text 1: 27 tokens\n" in err
+    assert "text 2: 6 tokens\n" in err
+    assert "�" not in err

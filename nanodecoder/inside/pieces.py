@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from ..tokenizer import SETTINGS, Tokenizer
 from .columns import table, visible
 
+# Classes of transformers' whose default is to fill on the left; the others' is the right
+LEFT = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer")
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -160,19 +163,22 @@ def show(rows: Sequence[Sequence[Piece]], new: Sequence[int]) -> str:
 class Rectangle:
     """How transformers would put prompts of several lengths into one tensor: ids and mask, row by row, and the filled side.
 
-    said: whether the checkpoint's tokenizer_config.json names the side; left is the one that generation needs.
+    why: who says so. Left is the side that generation needs.
     """
 
     ids: tuple[tuple[int, ...], ...]
     mask: tuple[tuple[int, ...], ...]
     side: str
-    said: bool
+    why: str
 
 
 def rectangle(tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], pad_id: int) -> Rectangle:
-    """The rectangle of these prompts, filled with `pad_id` on the side that the checkpoint says (right, if it says nothing)."""
+    """The rectangle of these prompts, filled with `pad_id` on the side that transformers (5.24) fills for this checkpoint."""
     stated = json.loads(tokenizer.files().get(SETTINGS, b"{}"))
-    side = stated.get("padding_side")
+    side, why = stated.get("padding_side"), f"as {SETTINGS} says"
+    if side is None:
+        name = str(stated.get("tokenizer_class")).removesuffix("Fast")
+        side, why = ("left" if name in LEFT else "right"), f"the default, since {SETTINGS} names no side"
     longest = max(map(len, prompts))
     ids, mask = [], []
     for prompt in prompts:
@@ -181,18 +187,17 @@ def rectangle(tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], pad_id: in
         left = side == "left"
         ids.append((*pads, *prompt) if left else (*prompt, *pads))
         mask.append((*[0] * fill, *ones) if left else (*ones, *[0] * fill))
-    return Rectangle(tuple(ids), tuple(mask), side or "right", side is not None)
+    return Rectangle(tuple(ids), tuple(mask), side, why)
 
 
 def show_rectangle(found: Rectangle, used: Sequence[int], reserved: int) -> str:
     """The rectangle beside our rows. used: slots of the cache that each row has filled, of `reserved`."""
-    why = "as tokenizer_config.json says" if found.said else "as most do where tokenizer_config.json names no side"
     lines = [("", "transformers' rectangle, attention_mask", "ours, cache slots")]
     for number, (mask, n) in enumerate(zip(found.mask, used, strict=True), 1):
         own = f"{n} of {reserved} used" if reserved else "nothing was fed"
         lines.append((f"text {number}", "".join("█" if one else "·" for one in mask), own))
     pads = sum(row.count(0) for row in found.mask)
-    told = f"{len(found.mask)} × {len(found.mask[0])} with {pads} pads (·) on the {found.side}, {why}"
+    told = f"{len(found.mask)} × {len(found.mask[0])} with {pads} pads (·) on the {found.side}, {found.why}"
     if found.side == "right" and pads:
         told += "; to generate from such a tensor it must be filled on the left"
     return table(lines, longest=100) + f"\n{told}. Here no row is padded: slot s holds position s."

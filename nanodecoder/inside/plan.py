@@ -46,7 +46,6 @@ class Options:
     dtype: str | None = option(None, "unset: the checkpoint's own", choices=("auto", *DTYPES))
     quantize: str | None = option(None, "matrices of the blocks and the head as whole numbers", choices=tuple(QUANTIZED))
     train: bool = option(False, "what training takes too")
-    optimizer: str = option("adamw", "of the training", choices=OPTIMIZERS)
     shapes: str | None = option(None, "print the shapes of a pass of ROWSxTOKENS (4x7) and nothing else")
     device: str = option("auto", "auto, cpu, cuda, cuda:1 or mps")
     offline: bool = option(False, "take a hub name from what was downloaded before, and ask no network")
@@ -248,16 +247,17 @@ def _training(options: Options, source: Source, context: int) -> list[str]:
         return []
     model = empty(source.config, torch.float32)
     held = sum(weights(model).values())
-    state = optimizer_state(model, options.optimizer)
     kept = activations(source.config, options.batch, context, torch.float32, train=True)
-    asked = f"{options.batch} × {context:,} tokens a pass"
     lines = [
         ("training: weights", size(held), "float32"),
         ("  gradients", size(held), "as large"),
-        (f"  {options.optimizer}", size(state), f"{state / held:.1f} times the weights"),
-        ("  activations", size(kept), f"about, in float32, {asked}"),
-        ("  together", size(2 * held + state + kept), ""),
+        ("  activations", size(kept), f"about, in float32, {options.batch} × {context:,} tokens a pass, with a fused kernel"),
     ]
+    for optimizer in OPTIMIZERS:
+        state = optimizer_state(model, optimizer)
+        lines.append(
+            (f"  {optimizer}", size(state), f"{state / held:.1f} times the weights; {size(2 * held + state + kept)} together")
+        )
     return [table(lines, right=(1,), longest=80)]
 
 
