@@ -52,7 +52,7 @@ def test_pieces_of_one_character_are_bracketed_and_the_character_shown(bytewise)
     text = show([row], [1])
     assert "�" not in text
     assert "독" in text
-    assert text.splitlines()[0] == f"{len(row) - 1} tokens and 1 new ones"
+    assert text.splitlines()[0] == f"{len(row) - 1} tokens and 1 new"
     assert text.splitlines()[-1].split() == [str(len(row) - 1), str(row[-1].id), "a", "61", "new"]
 
 
@@ -159,7 +159,7 @@ def test_where_no_side_is_named_it_is_the_classes(tmp_path):
 
 def test_several_texts_are_told_apart(bytewise):
     rows = [pieces(bytewise, bytewise.encode(text)) for text in ("a", "the fox")]
-    assert show(rows, [0, 0]).startswith("text 1: 1 tokens\n")
+    assert show(rows, [0, 0]).startswith("text 1: 1 token\n")
     assert "\n\ntext 2: " in show(rows, [0, 0])
 
 

@@ -58,9 +58,10 @@ def test_weights_and_cache_are_a_real_loads(name):
     }
 
 
-def test_phi3_takes_384_kib_a_token(capsys, tmp_path):
+def test_phi3_takes_384_kib_a_token(tmp_path):
     """And 1.5 GiB at 4,096: the study notes' exercise, from its config.json alone."""
-    text = said(capsys, "--ckpt", folder_of(tmp_path, PHI3), "--context", "4096")
+    source = plan.read(folder_of(tmp_path, PHI3))
+    text = plan.made_of(source) + plan.takes(plan.Options(), source, 4096, plan.choose_dtype(None, source))
     assert "384 KiB a token: 2 × 32 layers × 32 heads × 96 × 2 bytes" in text
     assert re.search(r"cache, 1 row of 4,096 tokens +1\.5 GiB", text)
     assert "of the layers 32 see a window of 2,047" in text

@@ -154,7 +154,8 @@ def show(rows: Sequence[Sequence[Piece]], new: Sequence[int]) -> str:
             shown = visible(piece.text) if piece.part[0] == 1 else ""
             lines.append((str(piece.position), str(piece.id), piece.bracket, shown, piece.bytes.hex(" "), ", ".join(marks)))
         which = f"text {number}: " if len(rows) > 1 else ""
-        told = f"{which}{len(row) - generated} tokens" + (f" and {generated} new ones" if generated else "")
+        n = len(row) - generated
+        told = f"{which}{n} token{'s' * (n != 1)}" + (f" and {generated} new" if generated else "")
         texts.append(told + "\n" + table(lines, right=(0, 1)))
     return "\n\n".join(texts)
 
