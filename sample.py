@@ -78,6 +78,13 @@ class Options:
     dtype: str | None = option(None, "unset: float32, on CUDA the checkpoint's own", choices=("auto", *DTYPES))
     quantize: str | None = option(None, "round the weights to so many bits: less memory, faster", choices=KINDS)
     quantize_report: str | None = option(None, "a text file: what --quantize costs along it, before anything is generated")
+    show: str | None = option(
+        None, "look inside: a list of tokens, probs, attention, lens, shapes, memory, or all; goes to stderr"
+    )
+    look: str | None = option(None, "a word of the prompt whose attention is shown (default: the last one)")
+    at: str | None = option(None, "a word of the prompt; the heads that look most at it from --look are named")
+    watch: str | None = option(None, "a text that may come next, followed through the blocks")
+    report: str | None = option(None, "write what --show names (unset: all) as one HTML file")
     offline: bool = option(False, "take a hub name from what was downloaded before, and ask no network")
     quiet: bool = option(False, "print no notices and figures")
 
@@ -111,6 +118,7 @@ def main(argv: Sequence[str]) -> None:
             print(sentence, file=sys.stderr)
 
     refuse_idle(options)
+    asked = asked_to_see(options)
     with warnings.catch_warnings(record=True) as caught, usage():
         warnings.simplefilter("always")
         setup = load(options, notice)
@@ -126,16 +134,17 @@ def main(argv: Sequence[str]) -> None:
     elif options.compare_cache:
         compare_ways(setup, prompts, out)
     else:
-        continue_prompts(setup, texts, prompts, out)
+        continue_prompts(setup, texts, prompts, out, asked)
     if out.lost:
         notice(f"{out.lost} characters are none of {out.encoding} and were printed as ?; PYTHONUTF8=1 prints them")
 
 
 def refuse_idle(options: Options) -> None:
     """Refuse options that would be ignored beside others, by name."""
+    seen = ("show", "look", "at", "watch", "report")
     modes = {
-        "chat": ("num_samples", "echo", "json", "compare_cache", "prompt_file", "max_prompt_tokens", "truncation_side"),
-        "compare_cache": ("num_samples", "echo", "json", "cache", "stop", "exact", "ignore_eos", "compile"),
+        "chat": (*seen, "num_samples", "echo", "json", "compare_cache", "prompt_file", "max_prompt_tokens", "truncation_side"),
+        "compare_cache": (*seen, "num_samples", "echo", "json", "cache", "stop", "exact", "ignore_eos", "compile"),
     }
     defaults = Options()
     for mode, others in modes.items():
@@ -153,6 +162,25 @@ def refuse_idle(options: Options) -> None:
             raise UsageError(f"--{name} is for --{other}: add it")
     if options.num_samples < 1:
         raise UsageError(f"--num_samples must be 1 or above, not {options.num_samples}")
+
+
+def asked_to_see(options: Options) -> nd.inside.Asked | None:
+    """What is to be looked at, if anything. Raises UsageError for a file that cannot be written."""
+    if options.report is not None:
+        path = Path(options.report)
+        try:
+            there = path.exists()
+            path.open("a").close()
+            if not there:
+                path.unlink()
+        except OSError as error:
+            raise UsageError(f"--report {options.report} cannot be written ({error.strerror}): give another path") from None
+    elif options.show is None:
+        idle = [f"--{name}" for name in ("look", "at", "watch") if getattr(options, name) is not None]
+        if idle:
+            raise UsageError(f"{', '.join(idle)} is for --show or --report: add one")
+        return None
+    return nd.inside.Asked.parse("all" if options.show is None else options.show, options.look, options.at, options.watch)
 
 
 @contextmanager
@@ -247,11 +275,14 @@ def shown(setup: Setup, text: str, ids: list[int]) -> str:
 # -------------------------------------------------------------------------------------------------------- continuing prompts
 
 
-def continue_prompts(setup: Setup, texts: Sequence[str], prompts: Sequence[list[int]], out: Output) -> None:
+def continue_prompts(
+    setup: Setup, texts: Sequence[str], prompts: Sequence[list[int]], out: Output, asked: nd.inside.Asked | None = None
+) -> None:
     """Every prompt's samples in one batch, printed one after the other as they come."""
     options, samples = setup.options, setup.options.num_samples
     n = setup.max_new_tokens(NEW_TOKENS)
     rows = [ids for ids in prompts for _ in range(samples)]
+    views = None
     with usage():
         stepper = nd.Stepper(
             setup.model,
@@ -263,6 +294,9 @@ def continue_prompts(setup: Setup, texts: Sequence[str], prompts: Sequence[list[
         )
         for row, ids in enumerate(rows):
             stepper.add(ids, max_new_tokens=n, seed=setup.seed + row % samples, stop=options.stop or (), eos_ids=setup.eos_ids)
+        if asked is not None:
+            views = nd.inside.Views(asked, setup.model, setup.tokenizer, setup.sampler, prompts, n, options.cache)
+            stepper.filters = views.filters
     run = Run(setup, texts, rows, n, unicode=out.encoding.lower().startswith("utf"))
     openings = [texts[row // samples] if options.echo else "" for row in range(len(rows))]
     closings = run.as_json if options.json else lambda row, text: "\n"
@@ -271,12 +305,27 @@ def continue_prompts(setup: Setup, texts: Sequence[str], prompts: Sequence[list[
         step = step_of(stepper)
         run.count(step, stepper)
         printer.show(step)
+        if views is not None:
+            views.note(step)
     printer.close()
     if setup.sampler.temperature == 0:
         for row in range(len(rows)):
             tell_pattern(setup, run.new[row], "" if len(rows) == 1 else f"text {row + 1}: ")
     drawn = "" if setup.sampler.temperature == 0 else f", seed {setup.seed}"
     setup.notice(run.summary() + drawn)
+    if views is not None:
+        look(setup, views, run.new)
+
+
+def look(setup: Setup, views: nd.inside.Views, new: Sequence[Sequence[int]]) -> None:
+    """Print what was asked for, or write the report, or both."""
+    found = views.look(new)
+    if setup.options.show is not None:
+        print(nd.inside.words(found), file=sys.stderr)
+    if setup.options.report is not None:
+        path = Path(setup.options.report)
+        path.write_text(nd.inside.render(found), encoding="utf-8")
+        setup.notice(f"report in {path} ({path.stat().st_size / 1e6:.2f} MB)")
 
 
 def step_of(stepper: nd.Stepper) -> Step:

@@ -6,7 +6,11 @@
 
 The files in reading order: config, rope, layers, cache, attention, model (the decoder itself); then parts, families, hub,
 storage, checkpoint, template, chat, tokenizer, sampler, batch, generate, completion, score; then cli and what is called.
+`nd.inside` looks into a pass, and is imported when it is first asked for; `nanodecoder.training` trains.
 """
+
+from importlib import import_module
+from types import ModuleType
 
 from .cache import KVCache
 from .checkpoint import load_model, save_model
@@ -37,3 +41,9 @@ __all__ = [
     "save_model",
     "score",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name != "inside":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module(".inside", __name__)

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Sequence
 
 from . import cli, verify
+from .inside import plan
 
-COMMANDS = {"verify": verify.main}
+COMMANDS = {"verify": verify.main, "plan": plan.main}
 
 
 def main(argv: Sequence[str]) -> None:

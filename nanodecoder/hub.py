@@ -73,6 +73,40 @@ def download(name: str, *, revision: str | None = None, offline: bool | None = N
     return folder
 
 
+def describe(
+    name: str, *, revision: str | None = None, offline: bool | None = None
+) -> tuple[Path, dict[str, tuple[str, tuple[int, ...]]] | None]:
+    """What can be known of a checkpoint on the hub without its weights: a folder of its small files, and its tensors' dtypes
+    and shapes by name, from the safetensors headers (None where there are no safetensors, or no network).
+
+    Raises CheckpointError when it cannot be had.
+    """
+    from huggingface_hub import HfApi, constants, get_safetensors_metadata, snapshot_download
+    from huggingface_hub.errors import NotASafetensorsRepoError
+
+    if offline or constants.HF_HUB_OFFLINE:
+        try:
+            folder = Path(snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=list(SMALL)))
+        except (OSError, ValueError):
+            raise _refusal(name, f"this is offline, and the cache in {constants.HF_HUB_CACHE} has nothing of it") from None
+        return folder, None
+    try:
+        info = HfApi().model_info(name, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        there = [file.rfilename for file in info.siblings or []]
+        if CONFIG not in there:
+            raise _refusal(name, f"the repository has no {CONFIG}; give one that transformers loads")
+        folder = Path(snapshot_download(name, revision=info.sha, allow_patterns=list(SMALL)))
+        try:
+            files = get_safetensors_metadata(name, revision=info.sha).files_metadata.values()
+        except NotASafetensorsRepoError:
+            return folder, None
+    except CheckpointError:
+        raise
+    except Exception as error:  # as in `download`
+        raise _refusal(name, _reason(error, name, revision)) from None
+    return folder, {key: (held.dtype, tuple(held.shape)) for file in files for key, held in file.tensors.items()}
+
+
 def _refusal(name: str, why: str) -> CheckpointError:
     return CheckpointError(f"there is no folder or file {name!r}, and it cannot be had from the hub: {why}")
 

@@ -23,6 +23,7 @@ from .model import Decoder
 
 KINDS = ("int8", "int4")
 GROUP = 32  # inputs that share a scale and a zero in int4
+ALIGNED = 32  # inputs that torch 2.13's int8 kernel takes at a time: of other numbers it reads beyond the end
 OUTPUTS = 16  # torch's int4 kernels take outputs in multiples of this
 
 
@@ -64,7 +65,7 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, self.in_features)
-        if x.device.type == "cpu":
+        if x.device.type == "cpu" and self.in_features % ALIGNED == 0:
             out = int8_product(flat.bfloat16(), self.values, self.scale.bfloat16()).to(x.dtype)
         else:  # a compiler reads the eight bits and turns them on the way
             out = F.linear(flat, self.values.to(x.dtype)) * self.scale.to(x.dtype)

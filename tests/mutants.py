@@ -202,6 +202,26 @@ MUTANTS = [
     Mutant("a stride counted from the first token", "attention", "((queries - key_positions) % stride == 0)", "(key_positions % stride == 0)", "test_attention"),
     Mutant("documents see each other", "cache", "for _, run in groupby(row)]", "for _, run in groupby(row, lambda n: 0)]", "test_model"),
     Mutant("seeds shared by all rows", "generate", "seeds=[row.seed for row in rows]", "seeds=[rows[0].seed for row in rows]", "test_generate"),
+    # ---- looking inside
+    Mutant("what attention gave is called what it added", "inside/trace", 'here("attn", block.attn_post_norm(block.attn(block.attn_norm(x), *how, **more)))', 'block.attn_post_norm(here("attn", block.attn(block.attn_norm(x), *how, **more)))', "test_trace"),
+    Mutant("a traced window is no window", "inside/trace", 'sight(see.at, window, "explicit", stride)', 'sight(see.at, None, "explicit", stride)', "test_trace"),
+    Mutant("a trace goes its own explicit way", "inside/trace", "_mix(given, v) if changed else plain(q, k, v, see, path)", "_mix(given, v)", "test_trace"),
+    Mutant("a trace stays on the model", "inside/trace", "            delattr(module, name)", "            pass", "test_trace"),
+    Mutant("a hook stays on the model", "inside/trace", "stack.callback(hook.remove)", "pass", "test_trace"),
+    Mutant("the caller's function writes into the pass", "inside/trace", "change(value.clone())", "change(value)", "test_trace"),
+    Mutant("attention's products of one head", "inside/shapes", 'flops = [2 * model.config.head_dim * found["scores"].numel()', 'flops = [2 * model.config.head_dim * found["scores"][:, :1].numel()', "test_shapes"),
+    Mutant("a cache of all query heads", "inside/memory", "return 2 * config.n_layers * config.n_kv_heads", "return 2 * config.n_layers * config.n_heads", "test_memory"),
+    Mutant("a word's queries added", "inside/looks", "(first.T @ weights @ first) / sizes[:, None]", "first.T @ weights @ first", "test_looks"),
+    Mutant("a window drawn as zero", "inside/looks", "config.windows[layer], config.sparse_stride)[0]", "None, None)[0]", "test_looks"),
+    Mutant("the row without the first token does not sum to one", "inside/looks", "looks.mean[1:].sum())", "looks.mean.sum())", "test_looks"),
+    Mutant("the lens without the final norm", "inside/lens", "model.head(model.norm(stream[at]))", "model.head(stream[at])", "test_lens"),
+    Mutant("the halves in each other's place", "inside/views", 'streams = [values["mid"][0], values["out"][0]]', 'streams = [values["out"][0], values["mid"][0]]', "test_views"),
+    Mutant("a token expected by its own logits", "inside/odds", "index = ids[position + 1]", "index = ids[position]", "test_odds"),
+    Mutant("top-p counted before top-k", "inside/odds", "open_ = replace(open_, **{name: value})", "open_ = replace(replace(sampler, top_k=0, top_p=1.0, min_p=0.0), **{name: value})", "test_odds"),
+    Mutant("characters torn into �", "inside/pieces", "        if not characters.getstate()[0]:\n            spell()", "        spell()", "test_pieces"),
+    Mutant("the first place of a word, not the last", "inside/pieces", "whole_words[-1][1:]", "whole_words[0][1:]", "test_pieces"),
+    Mutant("a prompt is markup", "inside/report", "autoescape=True", "autoescape=False", "test_report"),
+    Mutant("Muon keeps two numbers", "inside/memory", "(1 if by_muon else 2)", "2", "test_memory"),
 ]  # fmt: skip
 
 

@@ -62,7 +62,9 @@ def test_a_command_writes_what_it_should(desk, command):
     # Three seconds show as well as three minutes that it works
     done = run(desk, sys.executable, *shlex.split(command.replace("--max_time 180", "--max_time 3"))[1:])
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() or "train.py" in command
+    assert done.stdout.strip() or "train.py" in command or "-n 0" in command
+    assert "--show" not in command or "\n== " in f"\n{done.stderr}"
+    assert "--report" not in command or list(desk.glob("*.html"))
     assert "sample.py" not in command or "forward passes" in done.stderr
     assert "compare_cache" not in command or "positions computed" in done.stderr
 

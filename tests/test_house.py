@@ -49,7 +49,32 @@ def test_every_file_is_in_the_reading_order():
 
 @pytest.mark.parametrize("name", ORDER)
 def test_a_file_imports_only_from_files_above_it(name):
-    assert imported(name) <= set(ORDER[: ORDER.index(name)])
+    late = {"inside"} if name == "__main__" else set()
+    assert imported(name) <= {*ORDER[: ORDER.index(name)], *late}
+
+
+INSIDE = ["columns", "trace", "shapes", "memory", "plan", "pieces", "odds", "looks", "lens", "views", "report"]
+
+
+def test_inside_has_a_reading_order_of_its_own():
+    """Its files import from the house and from files inside above them; in the house only the command line imports them."""
+    folder = ROOT / "nanodecoder" / "inside"
+    assert {path.stem for path in folder.glob("*.py")} - {"__init__"} == set(INSIDE)
+    for name in INSIDE:
+        nodes = [n for n in ast.walk(ast.parse((folder / f"{name}.py").read_text())) if isinstance(n, ast.ImportFrom)]
+        above = {n.module or alias.name for n in nodes if n.level == 1 for alias in n.names}
+        assert above <= set(INSIDE[: INSIDE.index(name)])
+    for path in (ROOT / "nanodecoder").glob("*.py"):
+        words = {(n.module or "").split(".")[0] for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)}
+        assert "inside" not in words or path.stem == "__main__"
+
+
+def test_inside_is_there_when_it_is_asked_for():
+    code = "import sys, nanodecoder as nd; a = 'nanodecoder.inside' in sys.modules; print(a, nd.inside.trace.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "False trace\n", done.stderr
+    with pytest.raises(AttributeError, match="has no attribute 'outside'"):
+        _ = nanodecoder.outside
 
 
 TRAINING = ["vocabulary", "data", "optim", "parallel", "settings", "record", "state", "loop"]
@@ -88,7 +113,9 @@ def test_the_core_knows_no_models_name(name):
 
 def test_the_public_surface_is_what_is_there():
     assert nanodecoder.__all__ == sorted(nanodecoder.__all__, key=lambda name: (name.islower(), name))
-    public = {name for name, value in vars(nanodecoder).items() if not name.startswith("_") and not hasattr(value, "__path__")}
+    tools = {"import_module", "ModuleType"}  # what the late import of `inside` takes
+    found = {name: value for name, value in vars(nanodecoder).items() if not name.startswith("_")}
+    public = {name for name, value in found.items() if not hasattr(value, "__path__")} - tools
     modules = {name for name in public if hasattr(getattr(nanodecoder, name), "__file__")}
     assert public - modules == set(nanodecoder.__all__)
     for name in nanodecoder.__all__:

@@ -32,11 +32,11 @@ def test_each_weight_is_rounded_to_the_nearest_step(seed, shape):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
-@pytest.mark.parametrize("made", [Int8Linear, Int4Linear])
-def test_a_product_is_that_of_the_rounded_weight(made, rows):
-    weight, bias = torch.randn(48, 64) * 0.1, torch.randn(48)
+@pytest.mark.parametrize(("made", "inputs"), [(Int8Linear, 64), (Int8Linear, 172), (Int4Linear, 64)])
+def test_a_product_is_that_of_the_rounded_weight(made, inputs, rows):
+    weight, bias = torch.randn(48, inputs) * 0.1, torch.randn(48)
     linear = made.of(weight, bias)
-    x = torch.randn(2, rows, 64).bfloat16().float()  # as the kernel takes it
+    x = torch.randn(2, rows, inputs).bfloat16().float()  # as the kernel takes it
     wanted = x @ linear.weight.T + bias
     assert (linear(x) - wanted).abs().max() < 0.02 * wanted.abs().max()
     assert (linear(x) - (x @ weight.T + bias)).abs().max() > 0  # and not of the other

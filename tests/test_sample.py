@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import io
 import json
@@ -441,7 +442,9 @@ def test_few_bits_state_their_price_and_the_text_still_comes(capsys, stories, tm
     text.write_text("Once upon a time there was a little girl named Lily. She loved to play outside in the park.")
     out, err = run(capsys, stories, "--quantize", "int8", "--quantize_report", str(text), "-n", "5", "--prompt", "Once")
     assert out.strip()
-    assert re.search(r"int8 beside the plain weights: weights 1\.0 -> 0\.\d MiB; perplexity \d+\.\d+ -> \d+\.\d+; KL 0\.\d+ nats", err)
+    assert re.search(
+        r"int8 beside the plain weights: weights 1\.0 -> 0\.\d MiB; perplexity \d+\.\d+ -> \d+\.\d+; KL 0\.\d+ nats", err
+    )
     assert "moved most, by the norm of the difference: " in err
 
 
@@ -457,3 +460,69 @@ def test_wrong_ways_to_ask_for_few_bits(capsys, stories, argv, words):
     with pytest.raises((UsageError, SystemExit)) as caught:
         sample.main(["--ckpt", str(stories), *argv])
     assert words in str(caught.value) + capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------------- looking inside
+
+
+def test_views_go_to_stderr_and_the_text_stays_the_same(capsys, ckpt):
+    plain, _ = run(capsys, ckpt, "-p", "the fox", "-n", "4")
+    out, err = run(capsys, ckpt, "-p", "the fox", "-n", "4", "--show", "all", "--look", "fox", "--at", "the", "--watch", " a")
+    assert out == plain
+    assert [line for line in err.splitlines() if line.startswith("== ")] == [
+        "== tokens", "== probs", "== attention", "== lens", "== shapes", "== memory"
+    ]  # fmt: skip
+    assert "heads that look most at" in err
+    assert (
+        ", ".join(nd.inside.VIEWS) in next(f for f in dataclasses.fields(sample.Options) if f.name == "show").metadata["help"]
+    )
+    quiet = run(capsys, ckpt, "-p", "the fox", "-n", "0", "--show", "tokens", "--quiet")[1]
+    assert quiet.startswith("== tokens\n")
+
+
+def test_a_report_is_written_beside_the_text_or_refused_before_it(capsys, ckpt, tmp_path):
+    path = tmp_path / "it.html"
+    _, err = run(capsys, ckpt, "-p", "the fox", "-n", "2", "--report", str(path))
+    assert path.read_text().startswith("<!doctype html>")
+    assert f"report in {path}" in err
+    assert "== tokens" not in err
+    for wrong in (tmp_path, tmp_path / "no" / "it.html"):
+        with pytest.raises(UsageError, match=r"--report .* cannot be written \((Is a directory|No such file or directory)\)"):
+            run(capsys, ckpt, "-p", "the fox", "--report", str(wrong))
+    with pytest.raises(UsageError, match="--look: 'cat' is not in the text"):
+        run(capsys, ckpt, "-p", "the fox", "--report", str(tmp_path / "new.html"), "--look", "cat")
+    assert not (tmp_path / "new.html").exists()
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--look", "the"], "--look is for --show or --report: add one"),
+        (["--show", "prob"], "--show knows no 'prob'; did you mean probs?"),
+        (["--show", "all", "--chat"], "--show cannot go with --chat"),
+        (["--report", "x.html", "--compare_cache"], "--report cannot go with --compare_cache"),
+        (["--show", "lens", "-p", "the fox " * 60], "the prompt has .* and the context holds 64"),
+    ],
+)
+def test_looking_where_nothing_can_be_seen_is_refused(capsys, ckpt, argv, words):
+    with pytest.raises(UsageError, match=words):
+        run(capsys, ckpt, *argv)
+
+
+@pytest.mark.slow
+def test_smollm2_shows_what_is_known_of_it(capsys, smollm2):
+    _, err = run(
+        capsys, smollm2, "-p", "Sarah fed the cat because it", "-n", "1", "--show", "attention", "--look", " it", "--at", " cat"
+    )
+    assert re.search(r"0  Sarah +0\.567 ", err)
+    assert re.search(r"3  ␣cat +0\.063 ", err)
+    assert "(block.head): 9.4 0.555, 3.8 0.536, 4.1 0.494, " in err
+    _, err = run(capsys, smollm2, "-p", "The Shawshank", "-n", "2", "--show", "lens,probs", "--watch", " Redemption")
+    assert "'␣Red' after 'ank' (position 3): 77.7% at the end; first on top after 28 of 30 blocks" in err
+    assert "'emption' after '␣Red' (position 4)" in err
+    korean, english = "나는 오늘 학교에 갔다.", "I went to school today."
+    _, err = run(capsys, smollm2, "-p", korean, "-p", english, "-n", "0", "--show", "tokens")
+    assert "text 1: 27 tokens\n" in err
+    assert "text 2: 6 tokens\n" in err
+    assert "�" not in err
