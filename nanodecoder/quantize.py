@@ -11,7 +11,7 @@ table, so that no full-size copy stays.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,8 +75,8 @@ class Int8Linear(nn.Module):
 class Int4Linear(nn.Module):
     """x Wᵀ + b with W in four bits. (…, in) -> (…, out)
 
-    Two values share a byte of `values`: the even inputs the upper half. torch's kernels want them in an order of their own
-    that depends on the machine: `packed`, made at the first pass, in their place.
+    Two values share a byte of `values`, as files have it: the even inputs the upper half. torch's kernels want them in an
+    order of their own that depends on the machine: `packed`, which takes their place at the first pass.
     """
 
     kind = "int4"
@@ -86,9 +86,9 @@ class Int4Linear(nn.Module):
         super().__init__()
         self.register_buffer("values", values)
         self.register_buffer("scale", scale)
+        self.register_buffer("packed", None)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.out_features, self.in_features = values.shape[0], 2 * values.shape[1]
-        self._packed: Tensor | None = None
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
@@ -109,29 +109,47 @@ class Int4Linear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """What it computes with, (out, in) float32."""
-        q = self._unpacked().float().unflatten(1, (-1, GROUP))
+        q = self._numbers().float().unflatten(1, (-1, GROUP))
         scale, zero = self.scale.float().transpose(0, 1).unsqueeze(-2).unbind(-1)  # (out, in / 32, 1) both
         return ((q - 8) * scale + zero).flatten(1)
 
-    def _unpacked(self) -> Tensor:
+    def _numbers(self) -> Tensor:
         """(out, in) int32, 0 to 15"""
-        return torch.stack([self.values >> 4, self.values & 15], -1).flatten(1).to(torch.int32)
+        if self.packed is None:
+            return torch.stack([self.values >> 4, self.values & 15], -1).flatten(1).to(torch.int32)
+        one = torch.stack([torch.ones_like(self.scale[..., 0]), torch.zeros_like(self.scale[..., 0])], -1)
+        eye = torch.eye(self.in_features, dtype=torch.bfloat16, device=self.scale.device)
+        return (self._multiply(eye, one).T.round() + 8).to(torch.int32)  # only the kernel knows its order
 
     def pack(self) -> None:
         """Lay the values out for this machine's kernel."""
-        if self._packed is not None and self._packed.device == self.values.device:
-            return
-        if self.values.device.type == "cpu":
-            self._packed = torch._convert_weight_to_int4pack_for_cpu(self._unpacked(), 1)
-        else:
-            self._packed = torch._convert_weight_to_int4pack(self.values, 8)
+        if self.packed is None:
+            on_cpu = self.values.device.type == "cpu"
+            self.packed = (
+                torch._convert_weight_to_int4pack_for_cpu(self._numbers(), 1)
+                if on_cpu
+                else torch._convert_weight_to_int4pack(self.values, 8)
+            )
+            self.values = None
+
+    def unpack(self) -> None:
+        """Lay the values out as files have them."""
+        if self.packed is not None:
+            q = self._numbers().to(torch.uint8)
+            self.values, self.packed = q[:, ::2] << 4 | q[:, 1::2], None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int4Linear:
+        self.unpack()  # on another device the order is another
+        return super()._apply(fn, recurse)
+
+    def _multiply(self, x: Tensor, scale: Tensor) -> Tensor:
+        multiply = torch._weight_int4pack_mm_for_cpu if x.device.type == "cpu" else torch._weight_int4pack_mm
+        return multiply(x, self.packed, GROUP, scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():  # a step is compiled after a prompt went through
             self.pack()
-        flat = x.reshape(-1, self.in_features).bfloat16()
-        multiply = torch._weight_int4pack_mm_for_cpu if x.device.type == "cpu" else torch._weight_int4pack_mm
-        out = multiply(flat, self._packed, GROUP, self.scale).to(x.dtype)
+        out = self._multiply(x.reshape(-1, self.in_features).bfloat16(), self.scale).to(x.dtype)
         return (out if self.bias is None else out + self.bias).view(*x.shape[:-1], -1)
 
 
@@ -197,6 +215,9 @@ def kind_of(model: Decoder) -> str | None:
 
 def tensors(model: Decoder) -> dict[str, Tensor]:
     """What a file of a quantized model holds, by name: each storage once."""
+    for module in model.modules():
+        if isinstance(module, Int4Linear):
+            module.unpack()
     seen: set[int] = set()
     found = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -243,7 +264,7 @@ def restore(model: Decoder, held: dict[str, Tensor], dtype: torch.dtype) -> Deco
 def size(model: Decoder) -> int:
     """Bytes of all weights, each storage once."""
     tensors = [*model.parameters(), *model.buffers()]
-    return sum({tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in tensors}.values())
+    return sum({tensor.untyped_storage()._cdata: tensor.nbytes for tensor in tensors}.values())  # meta tensors have no address
 
 
 @dataclass(frozen=True)

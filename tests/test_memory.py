@@ -11,6 +11,8 @@ from tiny import tiny_config, tiny_model, tokens
 import nanodecoder as nd
 from nanodecoder.inside.memory import _Fused, activations, cache_per_token, optimizer_state, quantized, show, weights
 from nanodecoder.inside.shapes import empty
+from nanodecoder.quantize import quantize
+from nanodecoder.quantize import size as bytes_of
 from nanodecoder.training.optim import make_optimizers
 
 EVERY = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
@@ -86,11 +88,12 @@ def test_generating_keeps_little_and_in_proportion_to_the_tokens(options):
     assert activations(tiny_config(**options, n_layers=2), 1, 100, torch.float32) >= 100 * 4 * config.dim * 2
 
 
-def test_whole_numbers_take_about_a_quarter_and_an_eighth():
-    model = empty(tiny_config(dim=512, ffn_dim=2048, n_layers=8))
-    whole = sum(weights(model).values())
-    assert 0.25 < quantized(model, "int8") / whole < 0.27
-    assert 0.15 < quantized(model, "int4") / whole < 0.17
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("options", [{}, {"tied_head": True, "vocab_size": 96}, {"ffn_dim": 120}])
+def test_few_bits_take_what_a_quantized_model_takes(options, kind):
+    model = empty(tiny_config(**options))
+    assert quantized(model, kind) == bytes_of(quantize(tiny_model(**options), kind))
+    assert all(parameter.is_meta and parameter.is_floating_point() for parameter in model.parameters())  # it stays plain
 
 
 def test_a_runs_memory_in_words():

@@ -71,6 +71,18 @@ def test_what_four_bits_cannot_have_is_kept_in_eight():
     assert isinstance(model.blocks[0].attn.q_proj, Int4Linear)
 
 
+def test_four_bits_are_held_once_and_come_back_from_the_kernels_order():
+    linear = Int4Linear.of(torch.randn(48, 96))
+    before, weight, held = linear.values.clone(), linear.weight, linear.values.nbytes
+    linear(torch.randn(1, 96))
+    assert linear.values is None
+    assert linear.packed.nbytes == held
+    assert torch.equal(linear.weight, weight)
+    linear.to("cpu")
+    assert linear.packed is None
+    assert torch.equal(linear.values, before)
+
+
 def test_wrong_kinds_and_files_are_named(tmp_path):
     with pytest.raises(ValueError, match="quantize must be one of int8, int4, not 'int2'"):
         quantize(tiny_model(), "int2")

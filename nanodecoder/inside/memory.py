@@ -1,6 +1,6 @@
 """What a run takes, in bytes: weights by part, cache, activations, training.
 
-Weights, cache and optimizer state are exact. Activations, and weights that would be quantized, are about right.
+Weights, cache and optimizer state are exact. Activations are about right.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..config import ModelConfig, RopeConfig
+from ..model import Decoder
+from ..quantize import quantize
+from ..quantize import size as bytes_of
 from .columns import size, table
 from .shapes import empty
 from .trace import instead
 
 PARTS = ("embedding", "positions", "attention", "feed-forward", "norms", "head", "other")
 OPTIMIZERS = ("adamw", "muon")
-# Bytes a weight: an int8 matrix has a scale of 4 bytes for each row, an int4 one a scale and a zero for each 32 weights
-QUANTIZED = {"int8": 1.0, "int4": 0.5 + 4 / 32}
 
 
 def part_of(name: str) -> str:
@@ -44,13 +46,9 @@ def weights(model: nn.Module) -> dict[str, int]:
     return found
 
 
-def quantized(model: nn.Module, kind: str) -> int:
-    """About how many bytes the weights would take with the matrices of the blocks and the head as int8 or int4."""
-    total = 0.0
-    for name, tensor in model.named_parameters():
-        matrix = tensor.dim() == 2 and part_of(name) in ("attention", "feed-forward", "head")
-        total += tensor.numel() * QUANTIZED[kind] + 4 * tensor.shape[0] if matrix else tensor.numel() * tensor.element_size()
-    return round(total)
+def quantized(model: Decoder, kind: str) -> int:
+    """How many bytes the weights take in int8 or int4, by rounding a copy without numbers. The model is of the meta device."""
+    return bytes_of(quantize(deepcopy(model), kind))
 
 
 def cache_per_token(config: ModelConfig, dtype: torch.dtype) -> int:

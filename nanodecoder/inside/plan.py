@@ -26,10 +26,11 @@ from ..config import ModelConfig
 from ..families import FAMILIES, find_family
 from ..hub import describe, is_hub_name
 from ..parts import CheckpointError
+from ..quantize import KINDS
 from ..storage import CONFIG, INDEX, SPELLED, WEIGHTS, Weights, find_folder, read_json
 from ..tokenizer import Tokenizer
 from .columns import amount, size, table
-from .memory import OPTIMIZERS, QUANTIZED, activations, cache_per_token, optimizer_state, quantized, weights
+from .memory import OPTIMIZERS, activations, cache_per_token, optimizer_state, quantized, weights
 from .shapes import empty, show, walk
 
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -44,7 +45,7 @@ class Options:
     batch: int = option(1, "rows at a time", names=("batch_size",))
     context: int | None = option(None, "tokens of each row (default: the model's context)", names=("max_seq_len",))
     dtype: str | None = option(None, "unset: the checkpoint's own", choices=("auto", *DTYPES))
-    quantize: str | None = option(None, "matrices of the blocks and the head as whole numbers", choices=tuple(QUANTIZED))
+    quantize: str | None = option(None, "matrices of the blocks and the head as whole numbers", choices=KINDS)
     train: bool = option(False, "what training takes too")
     shapes: str | None = option(None, "print the shapes of a pass of ROWSxTOKENS (4x7) and nothing else")
     device: str = option("auto", "auto, cpu, cuda, cuda:1 or mps")
@@ -196,7 +197,7 @@ def _pieces(folder: Path) -> int | None:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that generating takes; activations are about right, and weights too where they are quantized."""
+    """Bytes that generating takes; activations are about right."""
 
     weights: int
     cache: int
@@ -223,7 +224,7 @@ def takes(options: Options, source: Source, context: int, dtype: torch.dtype) ->
     found = need(c, options.batch, context, dtype, options.quantize)
     asked = f"{options.batch} row{'s' * (options.batch > 1)} of {context:,} tokens"
     count = sum(p.numel() for p in model.parameters())
-    kind = f"about, with {options.quantize} matrices beside {name}" if options.quantize else name
+    kind = f"{options.quantize} matrices beside {name}" if options.quantize else name
     lines = [("weights", size(found.weights), f"{count:,} parameters, {kind}")]
     if not options.quantize:
         lines += [(f"  {part}", size(n), "") for part, n in parts.items() if n]
@@ -275,7 +276,7 @@ def machine(options: Options, source: Source, context: int, dtype: torch.dtype, 
         f"prompt, {step} for a step"
     ]
     ways: list[tuple[str, torch.dtype, str | None]] = [(kind, DTYPES[kind], None) for kind in ("float32", "bfloat16")]
-    ways += [(kind, torch.bfloat16 if dtype == torch.float32 else dtype, kind) for kind in QUANTIZED]
+    ways += [(kind, torch.bfloat16 if dtype == torch.float32 else dtype, kind) for kind in KINDS]
     rows: list[tuple[str, ...]] = [("", "weights", "with cache", "and activations", "", "tokens/s at most")]
     for kind, held, quantize in ways:
         found = need(c, options.batch, context, held, quantize)
@@ -286,7 +287,7 @@ def machine(options: Options, source: Source, context: int, dtype: torch.dtype, 
     lines.append(table(rows, right=(1, 2, 3, 5)))
     lines.append(
         f"(each step reads all weights and what the cache holds, here {options.batch} × {context:,} tokens, and gives each row "
-        "a token; int8 and int4 are about)"
+        "a token)"
     )
     return "\n".join(lines)
 
