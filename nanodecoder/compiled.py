@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -108,11 +108,54 @@ def whole(
     return back(model, x)
 
 
+class Recorded:
+    """A step whose tensors stay where they are, so that a GPU can replay what it launches as one (a CUDA graph).
+
+    It holds the cache's memory, whose addresses are part of the record. On a CPU nothing is recorded and the step runs.
+    """
+
+    def __init__(self, step: Callable[..., Tensor], model: Decoder, tokens: Tensor, slots: Tensor, *rest: Any) -> None:
+        # Copies of what is wanted now: trying a step out writes into the cache what this step writes anyway
+        self.tokens, self.slots = tokens.clone(), slots.clone()
+
+        def run() -> Tensor:
+            return step(model, self.tokens, self.slots, *rest)
+
+        self._replay = recorded(run) if model.device.type == "cuda" else run
+
+    def __call__(self, tokens: Tensor, slots: Tensor) -> Tensor:
+        self.tokens.copy_(tokens)
+        self.slots.copy_(slots)
+        return self._replay().clone()
+
+
+def recorded(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Record on the current GPU; -> a function that replays, and returns the same tensor each time."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):  # compiles, and lets libraries allocate what they need
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return out
+
+    return replay
+
+
 class Compiled:
     """A model's decode step: `step(tokens, cache)`. Made by `compiled`."""
 
     def __init__(self, model: Decoder, steps: dict[str, Callable[..., Tensor]]) -> None:
         self.model, self._steps = model, steps  # by attention's path
+        # On a GPU a small model's time is the time of its launches: they are recorded once and replayed as one
+        self.records = model.device.type == "cuda" and not any(rope and rope.depends_on_length() for rope in model.ropes)
+        self._recorded: dict[Hashable, Recorded] = {}
 
     def __call__(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """One more token for every row: tokens (B, 1) int64 -> logits (B, V). They are added to the cache.
@@ -120,7 +163,7 @@ class Compiled:
         Raises ValueError as the model's own pass does.
         """
         model, config = self.model, self.model.config
-        at = cache.place(1)
+        at = cache.place(1, exact=self.records)  # which rounds up how many slots are looked at
         if at.extent == 1:  # sizes of 1 would take graphs of their own
             return model.head(model.trunk(tokens, cache)[:, 0])
         model.check_positions(at, cache)
@@ -131,7 +174,14 @@ class Compiled:
         seen = torch.arange(at.extent, device=model.device)
         if path not in self._steps:
             self._steps[path] = _step(model)
-        logits = self._steps[path](model, tokens, slots, seen, radians, keys, values, path)
+        step = self._steps[path]
+        if self.records:
+            kind = (path, cache.keys.data_ptr(), keys.shape)
+            if kind not in self._recorded:
+                self._recorded[kind] = Recorded(step, model, tokens, slots, seen, radians, keys, values, path)
+            logits = self._recorded[kind](tokens, slots)
+        else:
+            logits = step(model, tokens, slots, seen, radians, keys, values, path)
         cache.advance(at)
         return logits
 
