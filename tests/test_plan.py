@@ -138,7 +138,7 @@ def test_the_kernel_is_the_one_that_runs(monkeypatch):
 
 def test_quantized_weights_are_smaller_and_said_to_be_so(capsys):
     text = said(capsys, "--ckpt", "weights/shakespeare", "--quantize", "int8")
-    assert "812,672 parameters, int8 matrices beside bfloat16" in text
+    assert "1,282,016 parameters, int8 matrices beside bfloat16" in text
     assert (
         plan.need(tiny_config(), 1, 8, torch.float32, "int4").weights < plan.need(tiny_config(), 1, 8, torch.bfloat16).weights
     )
