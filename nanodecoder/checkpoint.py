@@ -90,7 +90,8 @@ def load_model(
     folder, file = find_folder(path)
     where = str(folder / CONFIG)
     raw = read_json(folder / CONFIG)
-    held = raw.pop(QUANTIZED, None) if raw.get(QUANTIZED, {}).get("quant_method") == OWN else None
+    held = raw.get(QUANTIZED)
+    held = raw.pop(QUANTIZED) if isinstance(held, dict) and held.get("quant_method") == OWN else None
     family = find_family(raw, where)
     weights = Weights(folder, file)
     if family is None:

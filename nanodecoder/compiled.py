@@ -177,7 +177,8 @@ class Compiled:
         step = self._steps[path]
         if self.records:
             kind = (path, cache.keys.data_ptr(), keys.shape)
-            if kind not in self._recorded:
+            if kind not in self._recorded:  # records of a cache that was left would keep its memory
+                self._recorded = {other: kept for other, kept in self._recorded.items() if other[1] == kind[1]}
                 self._recorded[kind] = Recorded(step, model, tokens, slots, seen, radians, keys, values, path)
             logits = self._recorded[kind](tokens, slots)
         else:
@@ -205,7 +206,7 @@ def why_not(device: torch.device) -> str | None:
 
         get_cpp_compiler()
     except Exception as error:  # torch raises several kinds, private ones among them
-        return f"torch.compile needs a C++ compiler, and there is none ({str(error).splitlines()[0]:.80})"
+        return f"torch.compile needs a C++ compiler, and there is none ({type(error).__name__})"
     return None
 
 

@@ -152,3 +152,15 @@ def test_a_real_model_loses_little(smollm2):
     assert eight.perplexity_after < 1.02 * eight.perplexity_before
     assert four.perplexity_after < 1.2 * four.perplexity_before
     assert eight.bytes_after < eight.bytes_before / 3.9
+
+
+@pytest.mark.parametrize("said", [None, [], "int8", {}])
+def test_what_others_say_of_quantization_is_never_a_traceback(said, tmp_path):
+    nd.save_model(tmp_path, tiny_model())
+    raw = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": said}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    if said is None:
+        assert kind_of(nd.load_model(tmp_path)) is None
+        return
+    with pytest.raises(nd.CheckpointError, match="quantization_config"):
+        nd.load_model(tmp_path)
