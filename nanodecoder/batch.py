@@ -100,21 +100,23 @@ class Together(Passes):
         # Keys and values that fill the whole cache are laid out as a case of their own, which would take another graph
         spare = self.step is not None
         held = self._arrange(computed, max(row.slots for row in rows) + spare)
-        logits = self._feed([row.ids[n:] for row, n in zip(computed, held, strict=True)])  # (B, V)
+        place = {row: number for number, row in enumerate(computed)}
+        order = [place[follows.get(row, row)] for row in rows]
+        logits = self._feed([row.ids[n:] for row, n in zip(computed, held, strict=True)], order)
         if len(computed) < len(rows):
             self.rows = [*computed, *(row for row, leader in follows.items() if leader is not row)]
             self.cache.select([computed.index(follows.get(row, row)) for row in self.rows])
-        place = {row: number for number, row in enumerate(computed)}
-        order = [place[follows.get(row, row)] for row in rows]
-        return logits if order == list(range(len(logits))) else logits[order]
+        return logits
 
-    def _feed(self, news: Sequence[Sequence[int]]) -> Tensor:
-        """Feed each row of the cache its new ids; -> the logits after the last one of each, (B, V)"""
+    def _feed(self, news: Sequence[Sequence[int]], order: list[int]) -> Tensor:
+        """Feed each row of the cache its new ids; -> the logits after the last one of each, the rows in this order, (N, V)"""
         if self.step is None or any(len(new) > 1 for new in news):
             whole = sum(map(len, news)) <= CHUNK
-            return self.model.head(self._last(news, self.cache) if whole else self._in_chunks(news, self.cache))
+            x = self._last(news, self.cache) if whole else self._in_chunks(news, self.cache)
+            return self.model.head(x[order])  # put in order here, where a row is dim numbers long and not V
         self._count(len(news))
-        return self.step(torch.tensor(news, device=self.model.device), self.cache)
+        logits = self.step(torch.tensor(news, device=self.model.device), self.cache)
+        return logits if order == list(range(len(logits))) else logits[order]
 
     def _places(self, rows: list[Row]) -> list[Row]:
         """An order of rows in which as many as can keep their places: the gaps that others left are filled from the end.

@@ -226,7 +226,7 @@ def test_initial_weights_are_drawn_as_the_docstring_says():
     model = Decoder(tiny_config(dim=256, ffn_dim=512, n_layers=4, qkv_bias=True))
     stds = {name: p.std().item() for name, p in model.named_parameters() if p.dim() == 2}
     for name, std in stds.items():
-        wanted = 0.02 / 8**0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+        wanted = 0.03953 / 8**0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.03953  # √(2 / (5 · 256))
         assert std == pytest.approx(wanted, rel=0.05), name
     for name, p in model.named_parameters():
         if p.dim() == 1:
