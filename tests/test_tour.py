@@ -6,6 +6,7 @@ which sentences are out of date.
 
 from __future__ import annotations
 
+import codeop
 import re
 
 import pytest
@@ -78,6 +79,19 @@ def test_every_command_shows_its_output(page):
     """Those of the exercises have tests of their own."""
     text = before_exercises(page)
     assert len(tour.shown(text)) == len([one for one in tour.blocks(text) if one.kind != "text"]) > 25
+
+
+@pytest.mark.parametrize(
+    "one", [one for one in tour.blocks(read("docs/tour.md")) if one.kind == "python"], ids=lambda one: one.start
+)
+def test_python_can_be_pasted_into_a_session(one):
+    """The plain prompt ends a loop at an empty line, and at nothing else."""
+    lines: list[str] = []
+    for line in [*one.body.splitlines(), ""]:
+        lines.append(line)
+        if codeop.compile_command("\n".join(lines), symbol="single"):
+            lines = []
+    assert not "".join(lines)
 
 
 def is_printed(number: str, printed: set[float]) -> bool:
