@@ -56,7 +56,7 @@ class Options:
     )
     device: str = option("auto", "auto, cpu, cuda, cuda:1 or mps")
     dtype: str | None = option(None, "unset: float32, on CUDA the checkpoint's own", choices=("auto", *DTYPES))
-    prompt: str = option(PROMPT, "the text whose beginnings are the prompts")
+    prompt: str | None = option(None, "the text whose beginnings are the prompts (unset: a line of English, Korean and code)")
     max_tokens: int = option(64, "of the longest prompt")
     max_new_tokens: int = option(12, "of each text", names=("n",))
     tolerance: float = option(
@@ -385,11 +385,26 @@ def _tokenizer(folder: str | os.PathLike[str]) -> Tokenizer | None:
         return None
 
 
+def _has(tokenizer: Tokenizer, character: str) -> bool:
+    try:
+        return bool(tokenizer.encode(character))
+    except ValueError:
+        return False
+
+
 def _prompt_ids(options: Options, model: Decoder, tokenizer: Tokenizer | None) -> list[int]:
     """The prompt's ids, or arbitrary ones for a checkpoint without a tokenizer."""
     limit = min(options.max_tokens, model.config.max_seq_len)
     if tokenizer is not None:
-        ids = prompt_to_ids(tokenizer, options.prompt)
+        text = options.prompt
+        if text is None:  # a tokenizer of characters may not have them all
+            text = "".join(character for character in PROMPT if _has(tokenizer, character))
+            if text != PROMPT:
+                print(f"the tokenizer knows {len(text)} of the prompt's {len(PROMPT)} characters: {text!r}", file=sys.stderr)
+        try:
+            ids = prompt_to_ids(tokenizer, text)
+        except ValueError as error:
+            raise UsageError(f"--prompt: {error}") from None
     else:
         ids = torch.randint(model.config.vocab_size, (limit,), generator=torch.Generator().manual_seed(0)).tolist()
     return [index for index in ids if index < model.config.vocab_size][:limit] or [0]

@@ -210,6 +210,15 @@ def test_wrong_usage_is_one_sentence(argv, words):
         verify.main(argv)
 
 
+def test_a_tokenizer_that_lacks_characters_takes_the_rest_and_says_so(capsys):
+    verify.main(["--ckpt", str(ROOT / "weights/names"), "--no_compile"])
+    out = capsys.readouterr()
+    assert "the tokenizer knows 50 of the prompt's 86 characters: 'hequickbrown" in out.err
+    assert "all as it should be" in out.out
+    with pytest.raises(UsageError, match="--prompt: the tokenizer has no id for '나'"):
+        verify.main(["--ckpt", str(ROOT / "weights/names"), "--prompt", "나"])
+
+
 def test_as_a_command():
     for argv, status, words in [
         ([], 2, "no command given; there is: verify"),
