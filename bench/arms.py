@@ -200,7 +200,8 @@ class GptFast:
             self.held = ids, first.view(1, 1)
         note(self.held[1])
         at = torch.tensor([len(ids)], device=device, dtype=torch.int32)
-        code.decode_n_tokens(model, self.held[1], at, n - 1, callback=note, top_k=1)
+        with torch._inductor.config.patch(TUNED):
+            code.decode_n_tokens(model, self.held[1], at, n - 1, callback=note, top_k=1)
         return decoded(new, marks)
 
 
@@ -241,13 +242,19 @@ def load_transformers(given: dict[str, Any]) -> Transformers:
     return Transformers(AutoModelForCausalLM.from_pretrained(given["ckpt"], dtype=dtype).eval(), given["alone"])
 
 
+TUNED = {"coordinate_descent_tuning": True}  # what gpt-fast asks of torch's compiler
+
+
 def gpt_fast_code(folder: str) -> tuple[types.ModuleType, types.ModuleType]:
     """gpt-fast's generate.py and model.py. Its tokenizers, which want packages of their own, are left out: ids go in."""
+    import torch._inductor.config as inductor
+
     sys.path.insert(0, str(Path(folder).absolute()))
     sys.modules["tokenizer"] = types.ModuleType("tokenizer")
     sys.modules["tokenizer"].get_tokenizer = None
-    import generate  # these are the checkout's own names
-    import model
+    with inductor.patch({name: getattr(inductor, name) for name in TUNED}):  # its import changes torch for everyone
+        import generate  # these are the checkout's own names
+        import model
 
     return generate, model
 

@@ -116,7 +116,10 @@ def ways(options: Options, ours: str, peers: Mapping[str, str], flags: Sequence[
 
 def there(peer: str, options: Any) -> None:
     """Raise UsageError where a peer cannot be had."""
-    packages = {"transformers": ["transformers"], "llama.cpp": ["llama_cpp", *(["gguf"] if options.gguf is None else [])]}
+    packages = {
+        "transformers": ["transformers"],
+        "llama.cpp": ["llama_cpp", *(["gguf"] if getattr(options, "gguf", None) is None else [])],
+    }
     for package in packages.get(peer, ()):
         if not find_spec(package):
             raise UsageError(f"{peer} needs {package}, which is not installed: {INSTALL[package]}, or leave it out of --peers")

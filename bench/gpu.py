@@ -104,9 +104,13 @@ class Session:
 
 def random_model(config: ModelConfig, device: torch.device, precision: str) -> nd.Decoder:
     """A model of random weights, made where it will be."""
-    with torch.device(device):
-        model = nd.Decoder(config).eval()
-    model = model.to(torch.float32 if precision == "float32" else torch.bfloat16)
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32 if precision == "float32" else torch.bfloat16)  # never whole in float32 first
+    try:
+        with torch.device(device):
+            model = nd.Decoder(config).eval()
+    finally:
+        torch.set_default_dtype(usual)
     return quantize(model, precision) if precision in KINDS else model
 
 
@@ -129,11 +133,11 @@ def random_transformers(config: ModelConfig, device: torch.device, dtype: torch.
         return Transformers(AutoModelForCausalLM.from_config(raw, dtype=dtype).eval())
 
 
-def random_gpt_fast(session: Session, precision: str, shape: str) -> GptFast:
-    """gpt-fast's model of the same shape; int8 and int4 by its own handlers."""
+def random_gpt_fast(session: Session, precision: str, config: ModelConfig, ours: nd.Decoder) -> GptFast:
+    """gpt-fast's model of the same shape, with our weights in it where they are whole; int8 and int4 by its own handlers."""
     code, parts = gpt_fast_code(session.options.gpt_fast)
-    config = session.shapes[shape]
-    ours = random_model(config, session.device, "float32" if precision == "float32" else "bfloat16")
+    if precision in KINDS:
+        ours = random_model(config, session.device, "bfloat16")
     with torch.device("meta"):
         model = parts.Transformer(gpt_fast_args(parts, config))
     model.load_state_dict(gpt_fast_state(ours), assign=True)
@@ -270,7 +274,7 @@ def decode(session: Session, shape: str, precision: str) -> None:
     arms: dict[str, Any] = {f"{precision}": Ours(model)}
     if session.options.compile:
         arms[f"{precision} compiled"] = Ours(model, compiled=True)
-    theirs = {f"gpt-fast {precision}": lambda: random_gpt_fast(session, precision, shape)}
+    theirs = {f"gpt-fast {precision}": lambda: random_gpt_fast(session, precision, config, model)}
     if precision not in KINDS:
         theirs[f"transformers {precision}"] = lambda: random_transformers(config, device, getattr(torch, precision))
     arms |= peers(session, theirs)
