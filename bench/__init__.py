@@ -1,1 +1,1 @@
-"""Side by side with peers, in one run: python -m bench.NAME --ckpt DIR"""
+"""Side by side with peers, in one run: python -m bench COMMAND --ckpt DIR"""

@@ -1,108 +1,113 @@
-"""32 prompts of different lengths in one batch: beside one by one, and beside transformers' left-padded batch.
+"""Prompts of different lengths in one batch: ours, exact and one by one, beside transformers' left-padded batch.
 
-python -m bench.batch --ckpt DIR
+python -m bench batch --ckpt DIR --rows 32
+python -m bench batch --ckpt DIR --rows 1,8,16 --ways "float32,float32 exact"
 
-Greedy, float32 on the CPU, the same prompts and as many new tokens everywhere; A B A B in one run, medians. The tokens are
-compared too: ours in the batch with ours alone, and transformers' in its batch with transformers' alone.
+Greedy, the same prompts (pieces of the README) and as many new tokens everywhere. Every arm's texts are compared with those of
+the arm that takes the prompts one by one, if there is one of the same make.
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import nanodecoder as nd
 from nanodecoder import cli
 from nanodecoder.cli import UsageError, option
+from nanodecoder.inside.plan import read
 
-TEXT = Path(__file__).parent.parent / "README.md"
-Ids = list[list[int]]
+from . import common
+from .common import OURS, ROOT, Way, all_ratios, beside, spread
+
+TEXT = ROOT / "README.md"
+PEERS = {"transformers": "transformers float32,transformers bfloat16"}
 
 
 @dataclass
-class Options:
+class Options(common.Options):
     """What the command line says."""
 
-    ckpt: str | None = option(None, "checkpoint folder")
-    rows: int = option(32, "prompts")
+    rows: str = option("32", "how many prompts, with commas between")
     shortest: int = option(20, "characters of the shortest prompt")
     longest: int = option(600, "characters of the longest prompt")
     max_new_tokens: int = option(64, "new tokens per prompt", names=("n",))
-    repeats: int = option(3, "how often each is timed, after one warm-up")
-    compile: bool = option(False, "compile our step")
-    alone: bool = option(True, "run every prompt alone too")
+    alone: bool = option(False, "run every prompt alone too, in float32")
 
 
-def prompts_of(options: Options) -> list[str]:
+def prompts_of(rows: int, shortest: int, longest: int) -> list[str]:
     """Pieces of the README of evenly spread lengths, in an order in which long and short ones alternate."""
-    text = TEXT.read_text()
-    step = (options.longest - options.shortest) / max(1, options.rows - 1)
-    lengths = [round(options.shortest + step * (row * 7 % options.rows)) for row in range(options.rows)]
-    starts = [row * 131 % (len(text) - options.longest) for row in range(options.rows)]
+    text = TEXT.read_text(encoding="utf-8")
+    step = (longest - shortest) / max(1, rows - 1)
+    lengths = [round(shortest + step * (row * 7 % rows)) for row in range(rows)]
+    starts = [row * 131 % (len(text) - longest) for row in range(rows)]
     return [text[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
 def main(argv: Sequence[str]) -> None:
     """Print the table."""
-    options = cli.parse(Options, argv, "python -m bench.batch", "Throughput of a ragged batch, beside transformers.")
-    if options.ckpt is None:
-        raise UsageError("give a checkpoint folder, --ckpt DIR")
-    n = options.max_new_tokens
-    model, tokenizer = nd.load_model(options.ckpt), nd.Tokenizer.load(options.ckpt)
-    theirs = AutoModelForCausalLM.from_pretrained(options.ckpt, dtype=torch.float32).eval()
-    their_tokenizer = AutoTokenizer.from_pretrained(options.ckpt, padding_side="left")
-    their_tokenizer.pad_token = their_tokenizer.pad_token or their_tokenizer.eos_token
-    prompts = prompts_of(options)
-    ids = [tokenizer.encode(prompt) for prompt in prompts]
-
-    def ours(rows: Ids) -> Ids:
-        way = {"max_new_tokens": n, "temperature": 0.0, "ignore_eos": True, "compile": options.compile}
-        return [done.ids for done in nd.complete(model, None, rows, **way)]
-
-    def transformers(rows: Ids) -> Ids:
-        batch = their_tokenizer.pad({"input_ids": rows}, return_tensors="pt")
-        out = theirs.generate(**batch, max_new_tokens=n, min_new_tokens=n, do_sample=False, eos_token_id=None)
-        return out[:, batch.input_ids.shape[1] :].tolist()
-
-    def one_by_one(run: Callable[[Ids], Ids]) -> Callable[[Ids], Ids]:
-        return lambda rows: [run([row])[0] for row in rows]
-
-    runs = {"nanodecoder, one batch": ours, "transformers, left-padded": transformers}
+    options = cli.parse(Options, argv, "python -m bench batch", "Throughput of a ragged batch, beside transformers.")
+    ours, peers = "float32,float32 compiled,bfloat16", PEERS
     if options.alone:
-        runs |= {"nanodecoder, one by one": one_by_one(ours), "transformers, one by one": one_by_one(transformers)}
-    tokens: dict[str, Ids] = {}
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():  # warm up
-        run(ids[:2])
-    for _ in range(options.repeats):
-        for name, run in runs.items():
-            if "one by one" in name and name in tokens:
-                continue  # slow, and once is enough for its tokens and a first figure
-            start = time.perf_counter()
-            tokens[name] = run(ids)
-            times[name].append(time.perf_counter() - start)
-            print(f"{name}: {times[name][-1]:.1f} s", file=sys.stderr, flush=True)
-    lengths = [len(row) for row in ids]
-    print(f"{len(ids)} prompts of {min(lengths)} to {max(lengths)} tokens, {n} new tokens each")
-    for name, taken in times.items():
-        spread = f"{min(taken):.2f} to {max(taken):.2f} s" if len(taken) > 1 else f"{taken[0]:.2f} s, once"
-        print(f"{name:26} {len(ids) * n / statistics.median(taken):7.1f} tokens/s   ({spread})")
-    ours_name, theirs_name = list(runs)[:2]
-    ratio = statistics.median(b / a for a, b in zip(times[ours_name], times[theirs_name], strict=True))
-    print(f"nanodecoder's batch is {ratio:.2f} times as fast as transformers' batch")
-    if options.alone:
-        for peer, batch in (("nanodecoder", ours_name), ("transformers", theirs_name)):
-            changed = sum(a != b for a, b in zip(tokens[batch], tokens[f"{peer}, one by one"], strict=True))
-            print(f"{peer}: {changed} of {len(ids)} texts differ from the same prompt alone")
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+        ours += ",float32 alone"
+        peers = {"transformers": f"{PEERS['transformers']},transformers float32 alone"}
+    found = common.ways(options, ours, peers, flags=("compiled", "exact", "alone"))
+    sizes, n = common.numbers(options.rows, "--rows"), options.max_new_tokens
+    if not sizes or n < 1 or not 1 <= options.shortest <= options.longest <= len(TEXT.read_text(encoding="utf-8")) // 2:
+        raise UsageError(
+            "--rows and --max_new_tokens must be 1 or above, and 1 ≤ --shortest ≤ --longest, at most half the README"
+        )
+    tokenizer = nd.Tokenizer.load(options.ckpt)
+    texts = [tokenizer.encode(text) for text in prompts_of(sizes[-1], options.shortest, options.longest)]
+    longest, limit = max(map(len, texts)), read(options.ckpt).config.max_seq_len
+    if longest + n > limit:
+        raise UsageError(
+            f"{longest} tokens and {n} new ones do not fit the context of {limit}: give a smaller --longest, or -n"
+        )
+    peer_names = list(dict.fromkeys(way.peer for way in found if way.peer != OURS))
+    rows = [["prompts", "", "tokens/s", "s", "spread, s", *(f"× {peer}" for peer in peer_names), "texts"]]
+    told, bars = {}, {}
+    with common.workers(found, options, longest + n) as running:
+        for size in sizes:
+            own = texts[:size]
+
+            def timed(worker: common.Worker, own: list[list[int]] = own) -> dict[str, list]:
+                return worker.ask("batch", timed=True, rows=own, n=n)
+
+            runs = common.turns(running, options.repeats, timed)
+            times = {name: [run["seconds"] for run in answers] for name, answers in runs.items()}
+            new = {name: answers[-1]["result"] for name, answers in runs.items()}
+            found = [way for way in found if way.name in running]
+            told[size] = {"seconds": times, "ratios": all_ratios(found, times), "texts": {}}
+            for way in found:
+                middle, ratios = statistics.median(times[way.name]), beside(way, times, found)
+                bars[f"{way.name}, {size}" if len(sizes) > 1 else way.name] = [size * n / taken for taken in times[way.name]]
+                told[size]["texts"][way.name] = changed = differ(way, found, new)
+                rows.append(
+                    [
+                        f"{size}",
+                        way.name,
+                        f"{size * n / middle:.1f}",
+                        f"{middle:.2f}",
+                        spread(times[way.name], digits=2),
+                        *(ratios[peer] for peer in peer_names),
+                        "" if changed is None else f"{changed} of {size} differ from alone",
+                    ]
+                )
+        peaks = {name: worker.ask("peak") for name, worker in running.items()}
+    lengths = list(map(len, texts))
+    notes = [
+        f"prompts of {min(lengths)} to {max(lengths)} tokens, {n} new tokens each",
+        "peak MiB, loading included: " + ", ".join(f"{name} {peak / 2**20:.0f}" for name, peak in peaks.items()),
+    ]
+    common.tell(options, "batch", rows, {"rows": told, "peaks": peaks}, notes)
+    common.draw(options, bars, "tokens/s")
 
 
-if __name__ == "__main__":
-    cli.run(main, "bench.batch")
+def differ(way: Way, found: Sequence[Way], new: dict[str, list[list[int]]]) -> int | None:
+    """How many texts are not those of the same make's prompts one by one; None where there is nothing to compare with."""
+    alone = [one for one in found if one.alone and (one.peer, one.precision) == (way.peer, way.precision)]
+    if way.alone or not alone:
+        return None
+    return sum(a != b for a, b in zip(new[way.name], new[alone[0].name], strict=True))

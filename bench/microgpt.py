@@ -1,6 +1,6 @@
 """microGPT's recipe rebuilt, beside ours at the same size: 4,192 parameters, 1,000 steps of one name each.
 
-python -m bench.microgpt --data names.txt
+python -m bench microgpt --data names.txt
 
 microGPT (Karpathy 2026): 1 layer, dim 16, 4 heads, context 16, norms without a gain, ReLU, learned positions, one
 mark for begin and end; every weight drawn with 0.08; Adam (0.85, 0.99) at 0.01 falling in a line to 0. It quotes a training
@@ -112,7 +112,7 @@ def ours(train_names: Sequence[str], held_out: Sequence[str], seed: int, folder:
 
 def main(argv: Sequence[str]) -> None:
     """Print the table."""
-    options = cli.parse(Options, argv, "python -m bench.microgpt", "microGPT's recipe beside ours.")
+    options = cli.parse(Options, argv, "python -m bench microgpt", "microGPT's recipe beside ours.")
     if options.data is None:
         raise UsageError("give a file of names, --data FILE")
     names = Path(options.data).read_text(encoding="utf-8").split()
@@ -129,7 +129,3 @@ def main(argv: Sequence[str]) -> None:
             f"{name:18} {results[0][1]:5,} parameters  held-out {statistics.mean(losses):.4f} nats per token "
             f"(from {min(losses):.4f} to {max(losses):.4f}, {len(losses)} seeds)"
         )
-
-
-if __name__ == "__main__":
-    cli.run(main, "bench.microgpt")

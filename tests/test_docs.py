@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_config, tiny_model, tokens
 
 import nanodecoder as nd
+from bench.__main__ import COMMANDS as BENCHES
+from nanodecoder.__main__ import COMMANDS as COMMANDS_OF
 from nanodecoder.training import TrainConfig
 from nanodecoder.training.settings import check, from_toml
 
@@ -83,10 +85,7 @@ def test_every_command_is_known_and_its_files_are_there():
     for page, line in COMMANDS:
         words = shlex.split(line)
         if words[:2] == ["python", "-m"]:
-            assert words[2] in ("nanodecoder", "bench.load", "bench.batch", "bench.exact", "bench.startup", "bench.train"), (
-                page,
-                line,
-            )
+            assert words[3] in {"nanodecoder": COMMANDS_OF, "bench": BENCHES}[words[2]], (page, line)
         elif words[0] == "python" and words[1] != "-i":
             assert (ROOT / words[1]).is_file(), (page, line)
         else:
