@@ -16,6 +16,7 @@ COMMANDS = {
     "attention": "the formula written out beside the fused kernel",
     "train": "a training step",
     "microgpt": "microGPT's recipe rebuilt, beside ours",
+    "makemore": "makemore's transformer on names, beside ours",
     "gpu": "all of it on one large GPU, in under 8 minutes",
 }
 
