@@ -386,10 +386,26 @@ def _tokenizer(folder: str | os.PathLike[str]) -> Tokenizer | None:
 
 
 def _prompt_ids(options: Options, model: Decoder, tokenizer: Tokenizer | None) -> list[int]:
-    """The prompt's ids, or arbitrary ones for a checkpoint without a tokenizer."""
+    """The prompt's ids, or arbitrary ones for a checkpoint without a tokenizer.
+
+    Of the default prompt, a tokenizer of few characters gets those that it knows.
+    """
     limit = min(options.max_tokens, model.config.max_seq_len)
     if tokenizer is not None:
-        ids = prompt_to_ids(tokenizer, options.prompt)
+        try:
+            ids = prompt_to_ids(tokenizer, options.prompt)
+        except ValueError as error:
+            if options.prompt != PROMPT:
+                raise UsageError(f"--prompt: {error}") from None
+            ids = prompt_to_ids(tokenizer, "".join(character for character in PROMPT if _is_known(tokenizer, character)))
     else:
         ids = torch.randint(model.config.vocab_size, (limit,), generator=torch.Generator().manual_seed(0)).tolist()
     return [index for index in ids if index < model.config.vocab_size][:limit] or [0]
+
+
+def _is_known(tokenizer: Tokenizer, character: str) -> bool:
+    try:
+        tokenizer.encode(character)
+    except ValueError:
+        return False
+    return True
