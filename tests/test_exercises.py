@@ -173,7 +173,7 @@ def test_7_cache_on_and_off(run, monkeypatch, smollm2):
     monkeypatch.setattr(nd, "load_model", lambda *how: first)
     _, told = run(
         'python sample.py --ckpt $M --prompt "Write an email apologizing to Sarah for the gardening mishap." '
-        "-n 100 --temperature 0 --compare_cache"
+        "-n 100 --temperature 0 --compare_cache --repeats 1"
     )
     assert re.search(r"positions computed +112 +6,250\n", told)
     assert re.search(r"forward passes +100 +100\n", told)
