@@ -234,6 +234,15 @@ MUTANTS = [
     Mutant("the first place of a word, not the last", "inside/pieces", "whole_words[-1][1:]", "whole_words[0][1:]", "test_pieces"),
     Mutant("a prompt is markup", "inside/report", "autoescape=True", "autoescape=False", "test_report"),
     Mutant("Muon keeps two numbers", "inside/memory", "(1 if by_muon else 2)", "2", "test_memory"),
+    # ---- comparing variants
+    Mutant("a variant as large as it comes", "training/variants", "return dataclasses.replace(made, ffn_dim=ffn_dim)", "return made", "test_variants"),
+    Mutant("a window that carries its whole width", "training/variants", "sum(window - 1 for window in config.windows)", "sum(config.windows)", "test_variants"),
+    Mutant("two choices of one part", "training/variants", "if len(set(axes)) < len(axes):", "if False:", "test_variants"),
+    Mutant("asked beside the question", "training/recall", "model(ids[:, :-1])[:, -1]", "model(ids[:, :-2])[:, -1]", "test_recall::test_full_attention_learns_it_and_a_window_only_within_its_reach"),
+    Mutant("the letter stands nearer than it says", "training/recall", "k=distance - 1", "k=distance - 2", "test_recall::test_a_line_asks_for_its_first_letter_from_so_far"),
+    Mutant("the difference of any two seeds", "training/findings", "f.loss - base[f.seed] for f", "f.loss - min(base.values()) for f", "test_findings"),
+    Mutant("a position that is not there loses nothing", "training/study", "*[None] * (rows.block_size - length)", "*[0.0] * (rows.block_size - length)", "test_study::test_the_loss_at_a_position_is_the_mean_over_rows_there"),
+    Mutant("finished runs made again", "training/study", "if (name, seed) not in there]", "]", "test_study::test_a_comparison_from_the_command_to_its_table_and_on"),
 ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from strategies import texts
 
-from nanodecoder.inside.columns import amount, bar, fit, size, table, visible, width
+from nanodecoder.inside.columns import amount, bar, fit, size, table, visible, width, wrapped
 
 
 @pytest.mark.parametrize(
@@ -72,3 +72,15 @@ def test_large_numbers_by_their_thousands(n, text):
 
 def test_shades_go_from_nothing_to_all():
     assert [bar(share) for share in (0.0, 0.19, 0.2, 0.5, 0.99, 1.0)] == [" ", " ", "░", "▒", "█", "█"]
+
+
+@given(texts)
+def test_a_sentence_is_broken_at_spaces_and_loses_nothing(text):
+    text = visible(text).replace("␣", " ")
+    lines = wrapped(text, 20).split("\n")
+    assert " ".join(lines).split() == text.split()
+    assert all(width(line) <= 20 or " " not in line for line in lines)
+
+
+def test_a_wide_character_takes_two_places_of_a_line():
+    assert wrapped("나는 오늘 학교에 갔다", 10) == "나는 오늘\n학교에\n갔다"

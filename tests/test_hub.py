@@ -77,7 +77,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = urlsplit(self.path).path
         self.hub.asked.append((self.command, path))
-        asked = re.fullmatch(r"/(?:api/models/)?(\w+/\w+)(?:/(resolve|tree|revision)/(\w+)(?:/(.+))?)?", path)
+        asked = re.fullmatch(r"/(?:api/models/)?([\w-]+/[\w.-]+)(?:/(resolve|tree|revision)/(\w+)(?:/(.+))?)?", path)
         if asked is None:
             return self.answer(404)
         name, what, revision, file = asked.groups()

@@ -120,7 +120,7 @@ def test_training_adds_gradients_optimizer_and_activations(capsys):
 
 def test_this_machine_is_measured(capsys):
     text = said(capsys, "--ckpt", "weights/names", "--device", "cpu")
-    assert "GB/s (measured); attention in bfloat16: " in text
+    assert "GB/s (measured)\nattention in bfloat16: " in text
     assert "float32" in text
     assert text.count("fits") == 4
     assert 1e8 < plan.bandwidth(torch.device("cpu"), tries=1) < 1e13

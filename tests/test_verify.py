@@ -230,3 +230,13 @@ def test_as_a_command():
         assert done.returncode == status
         assert words in done.stderr
         assert done.stderr.count("\n") == 1
+
+
+def test_a_tokenizer_of_few_characters_gets_those_that_it_knows(capsys):
+    """The default prompt has Korean in it and signs, and names are of 26 letters."""
+    names = str(ROOT / "weights" / "names")
+    model, tokenizer = nd.load_model(names), nd.Tokenizer.load(names)
+    ids = verify._prompt_ids(verify.Options(), model, tokenizer)
+    assert tokenizer.decode(ids[1:]) == "hequickbrownfox"[: len(ids) - 1]
+    with pytest.raises(UsageError, match="--prompt: the tokenizer has no id for '나'"):
+        verify._prompt_ids(verify.Options(prompt="나"), model, tokenizer)

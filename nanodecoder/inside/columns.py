@@ -44,6 +44,17 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[int] = (), gap: int = 2
     return "\n".join(lines)
 
 
+def wrapped(text: str, places: int = 80) -> str:
+    """A sentence in lines of at most so many places, broken at spaces; a longer word stays whole."""
+    lines = [""]
+    for word in text.split(" "):
+        if lines[-1] and width(lines[-1]) + 1 + width(word) > places:
+            lines.append(word)
+        else:
+            lines[-1] += f" {word}" if lines[-1] else word
+    return "\n".join(lines)
+
+
 def visible(text: str) -> str:
     """A piece of text so that nothing in it is invisible or moves the cursor: a space is ␣, a newline ↵, a tab ⇥."""
     marks = {" ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍"}

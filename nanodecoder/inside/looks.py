@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..attention import visible
 from ..config import ModelConfig
-from .columns import fit, table, width
+from .columns import fit, table, width, wrapped
 from .pieces import Word
 
 DRAWN, THINNED = 128, 64  # tokens of a text up to which each is drawn, and units of a longer one
@@ -148,7 +148,8 @@ def summary(looks: Looks, words: Sequence[Word], at: Word | None, most: int = 12
     texts = [f"the row of {looks.look.label!r}, mean of the {heads} heads of all blocks", table(lines, right=(0, 2, 3))]
     if len(found) > most:
         texts.append(f"({len(found) - most} more words take {sum(share.weight for share in found[most:]):.3f})")
-    return "\n".join([*texts, *first_token(looks), *([] if at is None else [lookers(looks, at)])])
+    told = [*first_token(looks), *([] if at is None else [lookers(looks, at)])]
+    return "\n".join([*texts, *map(wrapped, told)])
 
 
 def draw(looks: Looks, config: ModelConfig, words: Sequence[Word], most: int = 40) -> str:

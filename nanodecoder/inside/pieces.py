@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..tokenizer import SETTINGS, Tokenizer
-from .columns import table, visible
+from .columns import table, visible, wrapped
 
 # Classes of transformers' whose default is to fill on the left; the others' is the right
 LEFT = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer")
@@ -201,4 +201,4 @@ def show_rectangle(found: Rectangle, used: Sequence[int], reserved: int) -> str:
     told = f"{len(found.mask)} × {len(found.mask[0])} with {pads} pads (·) on the {found.side}, {found.why}"
     if found.side == "right" and pads:
         told += "; to generate from such a tensor it must be filled on the left"
-    return table(lines, longest=100) + f"\n{told}. Here no row is padded: slot s holds position s."
+    return table(lines, longest=100) + "\n" + wrapped(f"{told}. Here no row is padded: slot s holds position s.")

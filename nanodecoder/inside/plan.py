@@ -29,7 +29,7 @@ from ..parts import CheckpointError
 from ..quantize import KINDS
 from ..storage import CONFIG, INDEX, SPELLED, WEIGHTS, Weights, find_folder, read_json
 from ..tokenizer import Tokenizer
-from .columns import amount, size, table
+from .columns import amount, size, table, wrapped
 from .memory import OPTIMIZERS, activations, cache_per_token, optimizer_state, quantized, weights
 from .shapes import empty, show, walk
 
@@ -232,7 +232,7 @@ def takes(options: Options, source: Source, context: int, dtype: torch.dtype) ->
     each = f"{size(token)} a token: 2 × {c.n_layers} layers × {c.n_kv_heads} heads × {c.head_dim} × {dtype.itemsize} bytes"
     lines += [
         (f"cache, {asked}", size(found.cache), each),
-        ("activations, at most", size(found.activations), "about, with a fused kernel, all of a prompt at once"),
+        ("activations, at most", size(found.activations), "about; a whole prompt, fused attention"),
         ("together", size(found.total), ""),
     ]
     if context > c.max_seq_len:
@@ -252,7 +252,7 @@ def _training(options: Options, source: Source, context: int) -> list[str]:
     lines = [
         ("training: weights", size(held), "float32"),
         ("  gradients", size(held), "as large"),
-        ("  activations", size(kept), f"about, in float32, {options.batch} × {context:,} tokens a pass, with a fused kernel"),
+        ("  activations", size(kept), f"about; {options.batch} × {context:,} tokens, fused attention"),
     ]
     for optimizer in OPTIMIZERS:
         state = optimizer_state(model, optimizer)
@@ -272,8 +272,8 @@ def machine(options: Options, source: Source, context: int, dtype: torch.dtype, 
     name = str(dtype).removeprefix("torch.")
     prefill, step = (kernel(c, dtype, device, causal) for causal in (True, False))
     lines = [
-        f"{device}: {size(memory)} of memory, read at {speed / 1e9:,.1f} GB/s (measured); attention in {name}: {prefill} for a "
-        f"prompt, {step} for a step"
+        f"{device}: {size(memory)} of memory, read at {speed / 1e9:,.1f} GB/s (measured)",
+        wrapped(f"attention in {name}: {prefill} for a prompt, {step} for a step"),
     ]
     ways: list[tuple[str, torch.dtype, str | None]] = [(kind, DTYPES[kind], None) for kind in ("float32", "bfloat16")]
     ways += [(kind, torch.bfloat16 if dtype == torch.float32 else dtype, kind) for kind in KINDS]
@@ -286,8 +286,10 @@ def machine(options: Options, source: Source, context: int, dtype: torch.dtype, 
         rows.append((f"  {kind}", *sizes, fits, f"{most:,.1f}"))
     lines.append(table(rows, right=(1, 2, 3, 5)))
     lines.append(
-        f"(each step reads all weights and what the cache holds, here {options.batch} × {context:,} tokens, and gives each row "
-        "a token)"
+        wrapped(
+            f"(each step reads all weights and what the cache holds, here {options.batch} × {context:,} tokens, and gives each "
+            "row a token)"
+        )
     )
     return "\n".join(lines)
 
