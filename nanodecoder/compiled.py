@@ -52,9 +52,11 @@ class ColumnCache:
 
     def write(self, k: Tensor, v: Tensor) -> None:
         """Keep k and v, (B, Hkv, D)."""
-        rows = torch.arange(k.shape[0], device=k.device)
-        self.keys[rows, :, self.slots] = k
-        self.values[rows, :, self.slots] = v
+        # Every index written out: with a slice among them, torch's compiler makes two copies of all slots at every step
+        rows = torch.arange(k.shape[0], device=k.device)[:, None]
+        heads = torch.arange(k.shape[1], device=k.device)
+        at = (rows, heads, self.slots[:, None])  # (B, Hkv)
+        self.keys[at], self.values[at] = k, v
 
     def read(self, part: Column) -> tuple[Tensor, Tensor]:
         """All that a step looks at."""
