@@ -129,7 +129,7 @@ def run(main: Callable[[Sequence[str]], None], prog: str) -> NoReturn:
     except UsageError as error:
         _leave(prog, error, 2)
     except (CheckpointError, MemoryError) as error:
-        _leave(prog, error or "out of memory", 1)
+        _leave(prog, str(error) or "out of memory: ask for less at a time", 1)
     except BrokenPipeError:  # whoever read the output has gone, as head does: nothing is left to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)

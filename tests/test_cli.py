@@ -105,6 +105,15 @@ def test_a_failure_leaves_with_its_status_and_one_line(error, capsys, monkeypatc
     assert capsys.readouterr().err == f"tool: {error}\n"
 
 
+def test_python_running_out_of_memory_says_nothing_so_the_script_does(capsys):
+    def fail(argv):
+        raise MemoryError
+
+    with pytest.raises(SystemExit):
+        cli.run(fail, "tool")
+    assert capsys.readouterr().err == "tool: out of memory: ask for less at a time\n"
+
+
 def test_running_out_of_memory_is_one_line(capsys):
     def too_much(argv):
         torch.empty(2**50)

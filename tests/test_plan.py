@@ -101,7 +101,7 @@ def count(folder) -> int:
         ({"norm": "layer", "parallel": True}, "attention and feed-forward side by side; LayerNorm before each"),
         ({"post_norm": True, "qk_norm": "head", "n_kv_heads": 1}, "(multi-query), queries and keys normed head by head"),
         ({"n_kv_heads": 4, "attn_softcap": 50.0}, "(multi-head); scores capped at 50"),
-        ({"windows": (8, None), "sparse_stride": 3}, "of the layers 1 see a window of 8, 1 see all and every 3th token beyond"),
+        ({"windows": (8, None), "sparse_stride": 3}, "of the layers 1 see a window of 8, 1 see all and one token in 3 beyond"),
         ({"rope": None, "learned_positions": True}, "positions: a learned vector for each position; every layer"),
         ({"rope": None}, "positions: none;"),
     ],

@@ -173,7 +173,7 @@ def description(c: ModelConfig) -> list[str]:
         positions.append(f"{without} layers without")
     windows = Counter(c.windows)
     seen = [f"{n} see {'all' if w is None else f'a window of {w:,}'}" for w, n in windows.items()]
-    stride = f" and every {c.sparse_stride}th token beyond" if c.sparse_stride else ""
+    stride = f" and one token in {c.sparse_stride} beyond" if c.sparse_stride else ""
     sight = "every layer sees all before it" if set(windows) == {None} else f"of the layers {', '.join(seen)}{stride}"
     caps = [f"scores capped at {c.attn_softcap:g}"] if c.attn_softcap else []
     caps += [f"logits capped at {c.final_softcap:g}"] if c.final_softcap else []
