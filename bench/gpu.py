@@ -8,6 +8,7 @@ what matters most, each with a budget of seconds; what did not fit is named. `--
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import signal
 import statistics
@@ -57,7 +58,9 @@ SHAPES = {
     "1B": ModelConfig(dim=2048, n_layers=16, ffn_dim=8192, tied_head=True, **GROUPED),
 }
 TINY = ModelConfig(vocab_size=97, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, max_seq_len=128)
-CUDA_TESTS = ("tests/test_model.py", "tests/test_compiled.py", "-k", "cuda or gpu")
+CUDA_TESTS = ("tests/test_model.py", "tests/test_compiled.py", "tests/test_quantize.py", "-k", "cuda or gpu")
+NEVER = 1e6  # seconds
+AGAIN = 5.0  # seconds after which a section that goes on beyond its time is told again
 
 
 @dataclass
@@ -147,14 +150,16 @@ def random_gpt_fast(session: Session, precision: str, config: ModelConfig, ours:
         from quantize import WeightOnlyInt4QuantHandler  # the checkout's
 
         handler = WeightOnlyInt4QuantHandler(model, groupsize=32)
-        state = handler.create_quantized_state_dict(use_cuda=session.device.type == "cuda")
-        model = handler.convert_for_runtime()
+        on_gpu = {"use_cuda": session.device.type == "cuda"}
+        state = handler.create_quantized_state_dict(**on_gpu)
+        asked = inspect.signature(handler.convert_for_runtime).parameters  # not by every version of it
+        model = handler.convert_for_runtime(**{name: value for name, value in on_gpu.items() if name in asked})
         model.load_state_dict(state, assign=True)
     return GptFast(code, model.to(session.device).eval(), session.options.compile)
 
 
 def peers(session: Session, makers: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Those that can be had; why another can't is a note."""
+    """Those that can be had, in half of the time that is left at most; why another can't is a note."""
     had: dict[str, Any] = {}
     for name, make in makers.items():
         try:
@@ -164,28 +169,39 @@ def peers(session: Session, makers: Mapping[str, Callable[[], Any]]) -> dict[str
                 common.there("gpt-fast", session.options)
             elif not session.options.transformers or not common.find_spec("transformers"):
                 continue
-            had[name] = make()
-        except Exception as error:  # whatever a peer raises must not end the run
-            session.notes.append(f"{name}: could not be had ({type(error).__name__}: {str(error).splitlines()[0][:120]})")
+            with within(left() / 2):
+                had[name] = make()
+        except (Exception, OutOfTime) as error:  # whatever a peer raises must not end the run
+            session.notes.append(f"{name}: could not be had ({first_line(error)})")
     return had
 
 
 def turns(session: Session, arms: dict[str, Any], run: Callable[[Any], float], repeats: int = 2) -> dict[str, list[float]]:
-    """Seconds of each arm in turn, A B A B, after a warm-up. A peer that fails drops out with a note."""
+    """Seconds of each arm in turn, A B A B, after a warm-up. A peer that fails, or takes half of the time that is left for one
+    turn (it compiles, so that nothing of ours would be measured), drops out with a note."""
     times: dict[str, list[float]] = {name: [] for name in arms}
     for turn in range(repeats + 1):
         for name in list(times):
+            mine = isinstance(arms[name], Ours)
             try:
-                taken = run(arms[name])
-            except Exception as error:
-                if isinstance(arms[name], Ours):
+                with within(left() / (1 if mine else 2)):
+                    taken = run(arms[name])
+            except (Exception, OutOfTime) as error:
+                if mine:
                     raise
-                session.notes.append(f"{name}: failed ({type(error).__name__}: {str(error).splitlines()[0][:120]})")
+                session.notes.append(f"{name}: failed ({first_line(error)})")
                 del times[name]
                 continue
             if turn:
                 times[name].append(taken)
     return times
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, which may be nothing."""
+    if isinstance(error, OutOfTime):
+        return "half of the time that was left was over"
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])[:160]
 
 
 # ---------------------------------------------------------------------------------------------------------------- sections
@@ -224,19 +240,19 @@ def correctness(session: Session) -> None:
     text = reference.decode(ids, n)["ids"]
     wanted = reference.logits(ids, text)
     rows = [["along the CPU's text", "largest difference", "changed", "ties"]]
-    for precision in ("float32", "bfloat16", *KINDS):
+    try:
         for compiled in (False, True) if session.options.compile else (False,):
-            how = {"quantize": precision} if precision in KINDS else {"dtype": precision}
-            if precision in KINDS:
-                how["dtype"] = "bfloat16"
-            name = f"{precision}{' compiled' if compiled else ''}"
-            logits = Ours(nd.load_model(BUNDLED, session.device, **how), compiled).logits(ids, text)
-            one = compare_logits(name, [wanted], [logits], [text], tokenizer)
-            session.found.setdefault("correct", {})[name] = {"apart": one.size, "changed": one.changed, "ties": one.ties}
-            rows.append([name, f"{one.size:.2g}", f"{one.changed} of {n}", f"{one.ties}"])
-            if precision == "float32" and (one.changed or one.apart):
-                session.failed.append(f"{name} on {session.device} is not what the CPU computes: {one}")
-    print(table(rows, right=(1, 2, 3)))
+            for precision in ("float32", "bfloat16", *KINDS):
+                how = {"quantize": precision, "dtype": "bfloat16"} if precision in KINDS else {"dtype": precision}
+                name = f"{precision}{' compiled' if compiled else ''}"
+                logits = Ours(nd.load_model(BUNDLED, session.device, **how), compiled).logits(ids, text)
+                one = compare_logits(name, [wanted], [logits], [text], tokenizer)
+                session.found.setdefault("correct", {})[name] = {"apart": one.size, "changed": one.changed, "ties": one.ties}
+                rows.append([name, f"{one.size:.2g}", f"{one.changed} of {n}", f"{one.ties}"])
+                if precision == "float32" and (one.changed or one.apart):
+                    session.failed.append(f"{name} on {session.device} is not what the CPU computes: {one}")
+    finally:
+        print(table(rows, right=(1, 2, 3)))
 
 
 def command(session: Session, name: str, words: list[str], seconds: float) -> None:
@@ -261,10 +277,10 @@ def verify(session: Session) -> None:
 
 def cuda_tests(session: Session) -> None:
     """The tests that only run where CUDA is."""
-    if common.find_spec("pytest"):
+    if all(map(common.find_spec, ("pytest", "hypothesis"))):
         command(session, "tests", ["-m", "pytest", "-q", "-p", "no:cacheprovider", *CUDA_TESTS], 90)
     else:
-        session.notes.append("the CUDA-only tests were not run: pytest is not installed")
+        session.notes.append("the CUDA-only tests were not run: they need pytest and hypothesis")
 
 
 def decode(session: Session, shape: str, precision: str) -> None:
@@ -368,8 +384,8 @@ def seconds(run: Callable[[], object]) -> float:
 
 SECTIONS: dict[str, tuple[float, Callable[[Session], None]]] = {
     "machine": (20, machine),
-    "correct": (60, correctness),
-    "decode 8B bfloat16": (90, lambda s: decode(s, "8B", "bfloat16")),
+    "correct": (80, correctness),
+    "decode 8B bfloat16": (120, lambda s: decode(s, "8B", "bfloat16")),
     "decode 135M bfloat16": (60, lambda s: decode(s, "135M", "bfloat16")),
     "decode 8B int8": (60, lambda s: decode(s, "8B", "int8")),
     "decode 8B int4": (60, lambda s: decode(s, "8B", "int4")),
@@ -392,18 +408,27 @@ SECTIONS: dict[str, tuple[float, Callable[[Session], None]]] = {
 
 @contextmanager
 def within(budget: float) -> Iterator[None]:
-    """Raise OutOfTime in what is done here once so many seconds are over."""
+    """Raise OutOfTime in what is done here once so many seconds are over, and again where that got lost (in what is called
+    while an object is cleaned up). It may stand in another one, whose time runs on.
+    """
 
     def ring(*_: object) -> None:
         raise OutOfTime
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, budget)
+    before, began, others = signal.signal(signal.SIGALRM, ring), time.monotonic(), left()
+    signal.setitimer(signal.ITIMER_REAL, min(budget, others), AGAIN)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if others < NEVER:
+            signal.setitimer(signal.ITIMER_REAL, max(1e-3, others - (time.monotonic() - began)), AGAIN)
+
+
+def left() -> float:
+    """Seconds until the innermost `within` is over."""
+    return signal.getitimer(signal.ITIMER_REAL)[0] or NEVER
 
 
 def main(argv: list[str]) -> None:
@@ -422,36 +447,62 @@ def main(argv: list[str]) -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU, tiny shapes: no figure means anything"
     print(f"{name}, torch {torch.__version__}")
     wanted = common.listed(options.only)
-    skipped = []
-    end = threading.Timer(options.limit + 20, lambda: os._exit(3))  # for a library that holds on to the processor
+    skipped: list[str] = []
+
+    def told() -> None:
+        """The last lines, and the JSON."""
+        for note in session.notes:
+            print(note)
+        print(f"\n{time.perf_counter() - started:.0f} s; left out: {', '.join(skipped) or 'nothing'}")
+        found = session.found | {"left out": skipped, "notes": session.notes, "failed": session.failed, "device": name}
+        common.tell(options, "gpu", [["all sections" if not skipped else f"without {len(skipped)} sections"]], found)
+
+    def give_up() -> None:
+        """For a section that waits for what never comes, where no signal is heard: tell what there is, and go."""
+        skipped.append("the rest, since one section hung")
+        try:
+            told()
+            sys.stdout.flush()
+        finally:
+            os._exit(3)
+
+    end = threading.Timer(options.limit + 15, give_up)
     end.daemon = True
     end.start()
+    try:
+        run_all(session, wanted, skipped, started)
+    finally:
+        end.cancel()
+    told()
+    if session.failed:
+        raise CheckpointError("; ".join(session.failed))
+
+
+def run_all(session: Session, wanted: list[str], skipped: list[str], started: float) -> None:
+    """The sections that are wanted and fit; the names of those that do not go into `skipped`."""
+    options = session.options
     for section, (budget, run) in SECTIONS.items():
         if wanted and section != "machine" and not any(word in section for word in wanted):
             continue
-        left = options.limit - (time.perf_counter() - started)
-        if left < min(budget, 10):
+        rest = options.limit - (time.perf_counter() - started)
+        if rest < min(budget, 10):
             skipped.append(section)
             continue
         print(f"\n== {section} ({time.perf_counter() - started:.0f} s)", flush=True)
         try:
-            with within(min(budget, left)), warnings.catch_warnings():
+            with within(min(budget, rest)), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 run(session)
         except OutOfTime:
-            skipped.append(f"{section} (its {min(budget, left):.0f} s were over)")
+            skipped.append(f"{section} (its {min(budget, rest):.0f} s were over)")
         except Exception as error:  # the other sections are still worth having
-            session.failed.append(f"{section}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+            session.failed.append(f"{section}: {first_line(error)}")
             print(session.failed[-1])
-        clean(device)
-    end.cancel()
-    for note in session.notes:
-        print(note)
-    print(f"\n{time.perf_counter() - started:.0f} s; left out: {', '.join(skipped) or 'nothing'}")
-    found = session.found | {"left out": skipped, "notes": session.notes, "failed": session.failed, "device": name}
-    common.tell(options, "gpu", [["all sections" if not skipped else f"without {len(skipped)} sections"]], found)
-    if session.failed:
-        raise CheckpointError("; ".join(session.failed))
+        try:
+            clean(session.device)
+        except Exception as error:  # after an error in a kernel, a GPU refuses everything
+            session.failed.append(f"after {section}: {first_line(error)}")
+            return
 
 
 def clean(device: torch.device) -> None:

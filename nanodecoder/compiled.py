@@ -123,7 +123,7 @@ class Recorded:
         def run() -> Tensor:
             return step(model, self.tokens, self.slots, *rest)
 
-        self._replay = recorded(run) if model.device.type == "cuda" else run
+        self._replay = recorded(run, model.device) if model.device.type == "cuda" else run
 
     def __call__(self, tokens: Tensor, slots: Tensor) -> Tensor:
         self.tokens.copy_(tokens)
@@ -131,17 +131,18 @@ class Recorded:
         return self._replay().clone()
 
 
-def recorded(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Record on the current GPU; -> a function that replays, and returns the same tensor each time."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):  # compiles, and lets libraries allocate what they need
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
+def recorded(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+    """Record on a GPU, which need not be the current one; -> a function that replays, and returns the same tensor each time."""
+    with torch.cuda.device(device):
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):  # compiles, and lets libraries allocate what they need
+            for _ in range(3):
+                run()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):  # torch's own default may be another GPU's
+            out = run()
 
     def replay() -> Tensor:
         graph.replay()
@@ -170,21 +171,26 @@ class Compiled:
             return model.head(model.trunk(tokens, cache)[:, 0])
         model.check_positions(at, cache)
         slots = torch.tensor(at.starts, device=model.device)
-        radians = [rope and per_position(rope, config.head_dim, at.lengths, model.device) for rope in model.ropes]
         keys, values = cache.keys[:, :, :, : at.extent], cache.values[:, :, :, : at.extent]
         path = "explicit" if config.attn_softcap else model.attention
-        seen = torch.arange(at.extent, device=model.device)
         if path not in self._steps:
             self._steps[path] = _step(model)
         step = self._steps[path]
+
+        def rest() -> tuple[Any, ...]:
+            """What a record holds already, and a GPU would be waited for to have anew."""
+            seen = torch.arange(at.extent, device=model.device)
+            radians = [rope and per_position(rope, config.head_dim, at.lengths, model.device) for rope in model.ropes]
+            return seen, radians, keys, values, path
+
         if self.records:
             kind = (path, cache.keys.data_ptr(), keys.shape)
             if kind not in self._recorded:  # records of a cache that was left would keep its memory
                 self._recorded = {other: kept for other, kept in self._recorded.items() if other[1] == kind[1]}
-                self._recorded[kind] = Recorded(step, model, tokens, slots, seen, radians, keys, values, path)
+                self._recorded[kind] = Recorded(step, model, tokens, slots, *rest())
             logits = self._recorded[kind](tokens, slots)
         else:
-            logits = step(model, tokens, slots, seen, radians, keys, values, path)
+            logits = step(model, tokens, slots, *rest())
         cache.advance(at)
         return logits
 
@@ -214,20 +220,27 @@ def why_not(device: torch.device) -> str | None:
 
 def _step(model: Decoder) -> Callable[..., Tensor]:
     """`whole`, compiled at its first call."""
+    compile = partial(_compile, on_gpu=model.device.type == "cuda")
     if model.config.n_layers <= WHOLE:
-        return partial(_compile(whole), front, one_block, back)
-    return partial(whole, *map(_compile, (front, one_block, back)))
+        return partial(compile(whole), front, one_block, back)
+    return partial(whole, *map(compile, (front, one_block, back)))
 
 
-def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any], on_gpu: bool = False) -> Callable[..., Any]:
     """Compile a function whose calls differ in nothing but tensors and their sizes.
 
     Only these are checked at each call: looking at every attribute of every module, as torch does otherwise, takes longer than
     a small model's arithmetic. torch remembers what it has compiled by code object, so each function gets one of its own.
     With fullgraph=True more graphs than torch's limit of 8 are an error instead of a silent way back.
+
+    On a GPU its "coordinate descent" makes a single row's product a kernel of its own, which reads eight bits as they are and
+    comes nearer to the memory's speed than the library; without it a weight in eight bits would be written out in 16 first.
     """
     own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    return torch.compile(own, backend=BACKEND, dynamic=True, fullgraph=True, options={"guard_filter_fn": _tensors_and_sizes})
+    options: dict[str, Any] = {"guard_filter_fn": _tensors_and_sizes}
+    if on_gpu and BACKEND == "inductor":
+        options["coordinate_descent_tuning"] = True
+    return torch.compile(own, backend=BACKEND, dynamic=True, fullgraph=True, options=options)
 
 
 def _tensors_and_sizes(guards: Sequence[Any]) -> list[bool]:

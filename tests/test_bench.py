@@ -289,6 +289,36 @@ def test_a_section_that_takes_too_long_or_fails_is_named(tmp_path, monkeypatch, 
     assert run(tmp_path, "gpu", *here, 0)["left out"] == ["machine", "slow", "bad"]
 
 
+def test_a_peers_time_lies_within_that_of_its_section():
+    with gpu.within(9):
+        with pytest.raises(gpu.OutOfTime), gpu.within(0.05):
+            time.sleep(5)
+        assert gpu.left() < 9
+    with pytest.raises(gpu.OutOfTime), gpu.within(0.05), gpu.within(9):
+        time.sleep(5)
+    assert gpu.left() == gpu.NEVER
+
+
+def test_a_peer_that_takes_too_long_drops_out_and_ours_is_measured(monkeypatch):
+    session = gpu.Session(gpu.Options(), torch.device("cpu"))
+    ours = arms.Ours(tiny_model())
+    with gpu.within(1):
+        times = gpu.turns(session, {"slow": None, "ours": ours}, lambda arm: 1.0 if arm is ours else time.sleep(5))
+    assert times == {"ours": [1.0, 1.0]}
+    assert session.notes == ["slow: failed (half of the time that was left was over)"]
+
+
+def test_figures_are_told_where_a_gpu_refuses_everything(tmp_path, monkeypatch):
+    def refuses(device):
+        raise RuntimeError
+
+    monkeypatch.setattr(gpu, "SECTIONS", {"machine": (20, gpu.machine), "never": (20, gpu.machine)})
+    monkeypatch.setattr(gpu, "clean", refuses)
+    with pytest.raises(CheckpointError, match="after machine: RuntimeError"):
+        run(tmp_path, "gpu", "--device", "cpu", "--tiny")
+    assert "copied and multiplied" in json.loads((tmp_path / "figures.json").read_text())
+
+
 # -------------------------------------------------------------------------------------------------------------- refusals
 
 

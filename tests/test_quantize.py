@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny import tiny_model, tokens
 
 import nanodecoder as nd
-from nanodecoder.quantize import GROUP, KINDS, Int4Linear, Int8Linear, kind_of, price, quantize, size
+from nanodecoder.quantize import GROUP, KINDS, Int4Linear, Int8Linear, kind_of, price, quantize, size, tiles_of
 
 GPT_LIKE = {"norm": "layer", "learned_positions": True, "rope": None, "gated": False}
 BIASES = {"qkv_bias": True, "o_bias": True, "ffn_bias": True}
@@ -81,6 +81,41 @@ def test_four_bits_are_held_once_and_come_back_from_the_kernels_order():
     linear.to("cpu")
     assert linear.packed is None
     assert torch.equal(linear.values, before)
+    assert linear.values.is_contiguous()  # as CUDA's packing wants it
+
+
+def test_the_tiles_of_cudas_kernel_divide_the_inputs():
+    assert [tiles_of(inputs) for inputs in (4096, 128, 576, 448, 160, 32)] == [8, 8, 4, 4, 2, 2]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("inputs", [32, 160, 448, 576, 1024])
+@pytest.mark.parametrize("made", [Int8Linear, Int4Linear])
+def test_on_cuda_a_product_is_the_cpus_and_four_bits_are_packed_again(made, inputs):
+    weight, bias = torch.randn(48, inputs) * 0.1, torch.randn(48)
+    linear, x = made.of(weight, bias), torch.randn(3, inputs).bfloat16()
+    wanted = x.float() @ linear.weight.T + bias
+    linear, x = linear.cuda(), x.cuda()
+    for _ in range(2):
+        assert (linear(x).float().cpu() - wanted).abs().max() < 0.03 * wanted.abs().max()
+        if made is Int4Linear:
+            held = linear.packed.clone()
+            linear.unpack()
+            linear.pack()
+            assert torch.equal(linear.packed, held)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_cuda_the_compiled_step_takes_few_bits(kind):
+    model = quantize(tiny_model().bfloat16().cuda(), kind)
+    plain = nd.complete(model, None, [[5, 6, 7]], max_new_tokens=1, logprobs=True)[0]
+    assert plain.ids == nd.complete(model, None, [[5, 6, 7]], max_new_tokens=1, compile=True)[0].ids
+    plain = nd.complete(model, None, [[5, 6, 7]], max_new_tokens=6, logprobs=True)[0]
+    fast = nd.complete(model, None, [[5, 6, 7]], max_new_tokens=6, logprobs=True, compile=True)[0]
+    same = next((i for i, (a, b) in enumerate(zip(plain.ids, fast.ids, strict=True)) if a != b), 6)
+    assert fast.logprobs[:same] == pytest.approx(plain.logprobs[:same], abs=0.1)
+    assert same > 1
 
 
 def test_wrong_kinds_and_files_are_named(tmp_path):

@@ -241,6 +241,9 @@ class Run:
             before = time.monotonic()
             loss = self.step()
             step = progress["step"]
+            looks = (config.log_interval, config.eval_interval, config.save_interval, config.sample_interval)
+            if any(every and step % every == 0 for every in looks):  # what a GPU still has to do belongs to the steps
+                synchronize(self.world.device)
             progress["elapsed"] = time.monotonic() - began
             progress["stepping"] += time.monotonic() - before
             number = self.world.agreed(self.signals[0] if self.signals else 0)
@@ -420,7 +423,6 @@ class Run:
         return value
 
     def _rate(self) -> dict[str, float]:
-        synchronize(self.world.device)
         tokens, stepping = self.progress["tokens"], self.progress["stepping"]
         rate = round(tokens / stepping, 1) if stepping else 0.0
         return {"tokens": tokens, "elapsed": round(self.progress["elapsed"], 3), "tokens_per_s": rate}
@@ -459,10 +461,12 @@ class Run:
         """How long the run would take, by three steps that are made and forgotten; validations come on top."""
         self.model.train()
         self.step()
+        synchronize(self.world.device)
         start = time.monotonic()
         tokens = self.progress["tokens"]
         for _ in range(2):
             self.step()
+        synchronize(self.world.device)
         seconds = (time.monotonic() - start) / 2
         tokens = (self.progress["tokens"] - tokens) / 2
         steps = steps_of(self.config)
