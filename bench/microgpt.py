@@ -84,7 +84,7 @@ def microgpt(train_names: Sequence[str], held_out: Sequence[str], seed: int) -> 
 
 
 def ours(train_names: Sequence[str], held_out: Sequence[str], seed: int, folder: Path) -> tuple[float, int]:
-    """The same number of parameters and of names, with our parts and optimizers."""
+    """As many names, and hardly fewer parameters, with our norms and Muon: the best of some hundred settings."""
     for name, names in (("train.txt", train_names[:1000]), ("val.txt", held_out)):
         (folder / name).write_text("\n".join(names) + "\n")
     config = TrainConfig(
@@ -95,11 +95,20 @@ def ours(train_names: Sequence[str], held_out: Sequence[str], seed: int, folder:
         n_layers=1,
         dim=16,
         n_heads=4,
-        ffn_dim=52,
+        ffn_dim=62,
+        ffn="relu",
+        positions="learned",
+        tied_head=False,
+        qk_norm=False,
         block_size=CONTEXT,
         batch_size=1,
         max_iters=1000,
-        warmup_iters=20,
+        muon_learning_rate=5.5e-3,
+        learning_rate=1e-2,
+        beta1=0.82,
+        weight_decay=0.01,
+        grad_clip=0.0,
+        warmup_iters=2,
         eval_interval=1000,
         seed=seed,
         device="cpu",

@@ -109,6 +109,8 @@ def test_a_folder_is_its_text_files_in_order_each_a_document(tmp_path):
     data = prepared(tmp_path, val_fraction=0.0)
     mark = data.tokenizer.bos_id
     assert np.flatnonzero(data.train.ids == mark).tolist() == [0, 46, 101, 147]
+    with pytest.raises(UsageError, match="is a folder, and ids come in one file: name it, or leave out --format bin"):
+        source(tmp_path, "bin")
 
 
 def test_json_lines_carry_a_text(tmp_path):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import io
 import json
 import math
 import sys
+import tempfile
 import types
 
 import pytest
@@ -348,6 +350,16 @@ def test_standard_input_is_kept_for_resuming(tmp_path, korean, monkeypatch):
     train(piped)
     train(piped, resume=out)
     assert metrics(out) == metrics(tmp_path / "whole")
+
+
+def test_a_dry_run_of_standard_input_leaves_nothing(tmp_path, korean, monkeypatch):
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(KOREAN.encode())))
+    train(dataclasses.replace(configured(korean, tmp_path / "out"), data="-"), dry_run=True)
+    gc.collect()
+    assert not list((tmp_path / "scratch").iterdir())
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_loss_that_is_no_number_ends_the_run_in_words(tmp_path, korean):

@@ -73,6 +73,8 @@ def open_source(data: str, format: str | None, encoding: str, normalization: str
         codecs.lookup(encoding)
     except LookupError:
         raise UsageError(f"--encoding {encoding} is not known; there are utf-8, cp949, utf-16, latin-1 and others") from None
+    if Path(data).is_dir() and format == "bin":
+        raise UsageError(f"{flag} {data} is a folder, and ids come in one file: name it, or leave out --format bin")
     if Path(data).is_dir():
         wanted = (".jsonl",) if format == "jsonl" else (".txt", ".md", ".text")
         files = tuple(sorted(file for file in Path(data).rglob("*") if file.is_file() and file.suffix.lower() in wanted))

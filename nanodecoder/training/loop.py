@@ -92,6 +92,7 @@ class Run:
         # A run may be resumed from anywhere
         config = dataclasses.replace(config, **{name: os.path.abspath(path) for name, path in files.items()})
         self.config, self.world, self.signals, self.dry_run = config, world, signals, dry_run
+        self.scratch: tempfile.TemporaryDirectory[str] | None = None  # where a dry run keeps what came by standard input
         held = read_state(resume) if resume is not None else None
         self.folder = resume or Path(config.out_dir or f"out/{_name(config.data)}")
         if resume is None and not dry_run:
@@ -201,7 +202,9 @@ class Run:
 
     def _standard_input(self, new: bool) -> str:
         """Where the text from standard input is kept: in the run's folder, since resuming needs it again."""
-        folder = Path(tempfile.mkdtemp()) if self.dry_run and new else self.folder
+        if self.dry_run and new:
+            self.scratch = tempfile.TemporaryDirectory()  # goes with the run
+        folder = Path(self.scratch.name) if self.scratch is not None else self.folder
         if new and self.world.first:
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / STDIN).open("wb") as kept:
