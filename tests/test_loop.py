@@ -19,7 +19,8 @@ import nanodecoder as nd
 from nanodecoder.cli import UsageError
 from nanodecoder.training import TrainConfig, loop, train
 from nanodecoder.training.data import IGNORED, Batch, open_source, prepare
-from nanodecoder.training.loop import summed_loss
+from nanodecoder.training.loop import Run, summed_loss
+from nanodecoder.training.parallel import World
 from nanodecoder.training.state import read_state
 
 KOREAN = "나는 오늘 학교에 갔다.\n그는 배가 고파서 밥을 먹었다.\n고양이는 창가에 앉아 있다.\n" * 40
@@ -350,6 +351,24 @@ def test_standard_input_is_kept_for_resuming(tmp_path, korean, monkeypatch):
     train(piped)
     train(piped, resume=out)
     assert metrics(out) == metrics(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("grad_clip", [0.0, 1.0])
+def test_one_overflow_skips_the_step_of_every_optimizer(tmp_path, korean, grad_clip):
+    """float16's scaler, which on CUDA belongs to --dtype float16."""
+    config = configured(korean, tmp_path / "out", optimizer="muon", grad_clip=grad_clip)
+    run = Run(config, World(0, 1, torch.device("cpu")), [], None, False)
+    run.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = {name: parameter.clone() for name, parameter in run.model.named_parameters()}
+    weight = run.model.blocks[0].attn.q_proj.weight  # Muon's; the embedding is AdamW's
+    hook = weight.register_hook(lambda gradient: gradient * math.inf)
+    run.step()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in run.model.named_parameters())
+    assert run.scaler.get_scale() == 4.0
+    hook.remove()
+    run.step()
+    assert not any(torch.equal(parameter, before[name]) for name, parameter in run.model.named_parameters())
+    assert all(parameter.isfinite().all() for parameter in run.model.parameters())
 
 
 def test_a_dry_run_of_standard_input_leaves_nothing(tmp_path, korean, monkeypatch):

@@ -310,10 +310,15 @@ class Run:
             summed += loss.detach()
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
-        if config.grad_clip:
-            nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip)
+        overflow = False
+        if config.grad_clip or self.scaler.is_enabled():
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip or math.inf)
+            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # FSDP's is spread over processes
+            # The scaler has each optimizer decide alone, but clipping by a norm that is no number has spoilt all gradients
+            overflow = self.scaler.is_enabled() and not norm.isfinite()
         for optimizer in self.optimizers:
-            self.scaler.step(optimizer)
+            if not overflow:
+                self.scaler.step(optimizer)
             optimizer.zero_grad(set_to_none=True)
         self.scaler.update()
         progress["step"] += 1
