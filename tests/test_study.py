@@ -94,7 +94,14 @@ def test_a_run_that_was_left_unfinished_is_made_again_as_it_would_have_been(text
 def test_ctrl_c_loses_the_running_run_alone(text):
     words = [sys.executable, "-m", "nanodecoder", "compare", "--data", str(text), "--out_dir", str(text.parent / "out"), *SMALL]
     words += ["--variants", "base", "--seeds", "500"]
-    process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    process = subprocess.Popen(
+        words,
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore Ctrl-C
+    )
     path = text.parent / "out" / RUNS
     end = time.monotonic() + 120
     while not (path.is_file() and path.read_text().count("\n") >= 2):
