@@ -79,6 +79,7 @@ def test_decode_in_processes_of_their_own(ckpt, tmp_path, capsys):
     assert "0 of 6 changed" in shown
 
 
+@pytest.mark.slow
 def test_the_share_of_the_limit_and_the_ratios_are_of_the_times(ckpt, tmp_path, here):
     found = run(tmp_path, "decode", "--ckpt", ckpt, "--peers", "none", "--ways", "float32,int8", "--contexts", "20,100", *SHORT)
     for figure in found["arms"].values():
@@ -95,6 +96,7 @@ def test_the_share_of_the_limit_and_the_ratios_are_of_the_times(ckpt, tmp_path, 
     assert set(found["contexts"]["float32"]) == {"20", "100"}
 
 
+@pytest.mark.slow
 def test_prefill_batch_train_and_attention(ckpt, tmp_path, here, capsys):
     pytest.importorskip("transformers")
     where = ("--ckpt", ckpt, "--repeats", 1)

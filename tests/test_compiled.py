@@ -50,6 +50,7 @@ def by_blocks(monkeypatch) -> None:
     monkeypatch.setattr(subject, "BACKEND", "aot_eager")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_its_logits_are_the_models_for_one_row_and_for_several(kind, by_blocks):
     model = tiny_model(**KINDS[kind])
@@ -131,6 +132,7 @@ def test_it_refuses_what_the_models_own_pass_refuses(by_blocks):
     assert full.lengths.tolist() == [4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_rows_come_and_go_and_have_the_tokens_that_the_plain_loop_gives(backend, by_blocks, monkeypatch):
     monkeypatch.setattr(subject, "BACKEND", backend)

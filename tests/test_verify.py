@@ -69,6 +69,7 @@ def test_every_family_gives_the_same_however_it_is_asked(name):
         assert finding.number == {EXACT: 8}.get(way, 18)
 
 
+@pytest.mark.slow
 def test_a_whole_run_prints_a_line_for_every_way_and_ends_well(capsys, stories):
     verify.main(["--ckpt", str(stories), "--device", "cpu", "-n", "5", "--max_tokens", "20"])
     out = capsys.readouterr().out
