@@ -128,7 +128,9 @@ def test_pieces_decode_as_the_library_does_wherever_it_loses_nothing(ids):
     tokenizer = PIECES()
     theirs = tokenizer._core.decode(ids, skip_special_tokens=True)
     assume("�" not in theirs)  # there the library gives up a whole run of bytes for one that is wrong
-    assert tokenizer.decode(ids) == theirs
+    own = tokenizer.decode(ids)
+    # At the beginning the library takes a space that came as a byte, <0x20>, for the one that SentencePiece puts there
+    assert own == theirs or (own == " " + theirs and tokenizer._core.token_to_id("<0x20>") in ids)
 
 
 @given(texts, st.integers(0, 20))
