@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanodecoder.inside.columns import width
+from nanodecoder.parts import CheckpointError
 from nanodecoder.training.findings import RUNS, Finding, Speed, draw, ranges, record, recorded, summary, tables
 
 
@@ -30,6 +31,12 @@ def test_what_was_recorded_is_read_again_and_a_torn_line_is_forgotten(tmp_path):
     assert recorded(tmp_path) == FOUND
     record(tmp_path, FOUND[0])  # on a line of its own again
     assert recorded(tmp_path) == [*FOUND, FOUND[0]]
+    with (tmp_path / RUNS).open("a", encoding="utf-8") as file:
+        file.write('{"variant": "of another version"}\n')
+    before = (tmp_path / RUNS).read_text(encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"runs\.jsonl holds a line that is no run of this version"):
+        recorded(tmp_path)
+    assert (tmp_path / RUNS).read_text(encoding="utf-8") == before
 
 
 def test_means_spreads_and_differences():

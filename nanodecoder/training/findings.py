@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ..inside.columns import size, table
+from ..parts import CheckpointError
 from .recall import CHANCE
+from .record import write
 from .variants import BASE
 
 RUNS = "runs.jsonl"
@@ -52,7 +54,10 @@ def record(folder: Path, finding: Finding) -> None:
 
 
 def recorded(folder: Path) -> list[Finding]:
-    """The finished runs of RUNS. A line that was torn when the program was killed is forgotten, in the file too."""
+    """The finished runs of RUNS. A line that was torn when the program was killed is forgotten, in the file too.
+
+    Raises CheckpointError for a line that is no run of ours, which is not thrown away.
+    """
     path = folder / RUNS
     if not path.is_file():
         return []
@@ -63,10 +68,11 @@ def recorded(folder: Path) -> list[Finding]:
             entry = json.loads(line)
         except ValueError:
             continue
-        if isinstance(entry, dict) and entry.keys() == names:
-            found.append(Finding(**entry | {"by_position": tuple(entry["by_position"])}))
-            kept.append(line + "\n")
-    path.write_text("".join(kept), encoding="utf-8")
+        if not isinstance(entry, dict) or entry.keys() != names:
+            raise CheckpointError(f"{path} holds a line that is no run of this version: name another --out_dir")
+        found.append(Finding(**entry | {"by_position": tuple(entry["by_position"])}))
+        kept.append(line + "\n")
+    write(path, "".join(kept))
     return found
 
 
