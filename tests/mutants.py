@@ -211,6 +211,7 @@ MUTANTS = [
     Mutant("the last is called the best", "training/loop", "(best is None or val_loss < best)", "True", "test_loop::test_the_best_checkpoint_is_kept_beside_the_last"),
     Mutant("a state written in place", "training/state", 'part = path.with_suffix(f".{os.getpid()}.part")', "part = path", "test_loop::test_a_full_disk_keeps_what_was_saved"),
     Mutant("a checkpoint trained by nobody's tokenizer", "training/loop", "save_model(self.folder / LAST, plain, self.data.tokenizer)", "save_model(self.folder / LAST, plain)", "test_loop::test_fine_tuning_starts_from_the_checkpoint_and_its_tokenizer"),
+    Mutant("a late signal is lost", "training/loop", "return dataclasses.replace(result, signal=signals[0]) if signals else result", "return result", "test_loop::test_a_signal_after_the_last_step_is_not_lost"),
     Mutant("one optimizer's overflow is not the other's", "training/loop", "overflow = self.scaler.is_enabled() and not norm.isfinite()", "overflow = False", "test_loop::test_one_overflow_skips_the_step_of_every_optimizer"),
     Mutant("a stride counted from the first token", "attention", "((queries - key_positions) % stride == 0)", "(key_positions % stride == 0)", "test_attention"),
     Mutant("documents see each other", "cache", "for _, run in groupby(row)]", "for _, run in groupby(row, lambda n: 0)]", "test_model"),

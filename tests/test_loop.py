@@ -7,6 +7,8 @@ import gc
 import io
 import json
 import math
+import os
+import signal
 import sys
 import tempfile
 import types
@@ -340,6 +342,15 @@ def test_a_full_disk_keeps_what_was_saved(tmp_path, korean, monkeypatch):
     monkeypatch.undo()
     assert not list(out.rglob("*.part"))
     assert train(config, resume=out).step == 10
+
+
+def test_a_signal_after_the_last_step_is_not_lost(tmp_path, korean, monkeypatch):
+    """The run is whole, and whoever called `train`, for the next one perhaps, hears that an end was asked for."""
+    handler = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(loop, "draw", lambda folder: os.kill(os.getpid(), signal.SIGINT))
+    result = train(configured(korean, tmp_path / "out"))
+    assert (result.step, result.signal) == (10, signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_standard_input_is_kept_for_resuming(tmp_path, korean, monkeypatch):

@@ -100,7 +100,7 @@ def test_ctrl_c_loses_the_running_run_alone(text):
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore Ctrl-C
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # where it is ignored the shell chose so
     )
     path = text.parent / "out" / RUNS
     end = time.monotonic() + 120

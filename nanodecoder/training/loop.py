@@ -80,7 +80,9 @@ def train(config: TrainConfig, *, resume: str | os.PathLike[str] | None = None, 
     Raises UsageError for a run that cannot be, before its first step; CheckpointError for folders that cannot be read.
     """
     with joined(choose_device(config.device)) as world, _signals() as signals:
-        return Run(config, world, signals, None if resume is None else Path(resume), dry_run).go()
+        result = Run(config, world, signals, None if resume is None else Path(resume), dry_run).go()
+    # One that came when no step was left to be stopped, while saving for instance, still asked the caller to end
+    return dataclasses.replace(result, signal=signals[0]) if signals else result
 
 
 class Run:
